@@ -56,7 +56,10 @@ def is_slower(measured):
 
 def with_reasons(rows, reasons):
     """Return a table, and below it a list of (what is slower, a sentence that says why)."""
-    listed = "".join("- {}: {}\n".format(what, why) for what, why in reasons)
+    works = {}
+    for what, why in reasons:
+        works.setdefault(why, []).append(what)
+    listed = "".join("- {}: {}\n".format("; ".join(what), why) for why, what in works.items())
     return markdown(rows) + ("\nWhere compat is slower:\n\n" + listed if listed else "")
 
 
@@ -105,15 +108,16 @@ def bytes_across_devices(results):
     """Return the rows of a table: of each backend and kind of step, by the number of devices."""
     found = cluster_model.bytes_of_replicas(results["figures"])
     devices = sorted({number for by_devices in found.values() for number in by_devices})
-    yield ["sent / received, in W", "step"] + ["N = {}".format(number) for number in devices]
-    for label, by_devices in found.items():
-        for kind in ("train", "predict, first", "predict, later"):
-            yield [label, kind] + [
-                " / ".join("{:.2f}".format(share) for share in shares(by_devices[number], kind))
-                for number in devices
-            ]
-    yield ["a ring", "train"] + ["{0:.2f} / {0:.2f}".format(2 - 2 / n) for n in devices]
-    yield ["a star, as before", "train"] + ["{0:.2f} / {0:.2f}".format(n - 1) for n in devices]
+    yield ["the larger of sent and received, in W", "step"] + ["N = {}".format(n) for n in devices]
+    labels = {}
+    for kind in ("train", "predict, first", "predict, later"):
+        for label, by_devices in found.items():
+            most = (max(shares(by_devices[number], kind)) for number in devices)
+            cells = tuple("{:.1f}".format(share) for share in most)
+            labels.setdefault((kind, *cells), []).append(label)
+    yield from (["; ".join(names), *cells] for cells, names in labels.items())
+    yield ["a ring", "train"] + ["{:.1f}".format(2 - 2 / n) for n in devices]
+    yield ["a star", "train"] + ["{:.1f}".format(n - 1) for n in devices]
 
 
 def shares(counts, kind):
@@ -133,17 +137,12 @@ def starting(results):
 
 
 def trials(results):
-    yield ["backend", "model", "first step, seconds", "trial, seconds", "share"]
+    works = sorted({work for name in run.TRIALS for work in results["figures"][name]})
+    yield ["backend"] + works
     for name in run.TRIALS:
-        for work, (step, trial) in results["figures"][name].items():
-            share = "{:.0%}".format(trial / step)
-            yield [
-                name.partition("-")[2],
-                work,
-                "{:.2f}".format(step),
-                "{:.2f}".format(trial),
-                share,
-            ]
+        found = results["figures"][name]
+        cells = ["{:.0%} of {:.2f}".format(found[w][1] / found[w][0], found[w][0]) for w in works]
+        yield [name.partition("-")[2]] + cells
 
 
 def batch_norm(results):
@@ -177,12 +176,11 @@ def batch_norm(results):
 
 
 def first_fits(results):
-    yield ["backend", "model", "plain", "peer", "compat", "/ peer", "verified", "/ peer"]
+    yield ["backend, model", "peer, seconds", "compat / peer", "verified / peer"]
     for name, work, found in of_first_fits(results):
-        shown = ["{:.2f}".format(found["plain"]), "{:.2f}".format(found["peer"])]
-        for kind in run.FIRST_GOALS:
-            shown += ["{:.2f}".format(found[kind]), "{:.2f}".format(found[kind] / found["peer"])]
-        yield [name.partition("-")[2], work] + shown
+        ratios = ["{:.2f}".format(found[kind] / found["peer"]) for kind in run.FIRST_GOALS]
+        title = "{}, {}".format(name.partition("-")[2], work)
+        yield [title, "{:.2f}".format(found["peer"])] + ratios
 
 
 def first_reasons(results):
@@ -210,13 +208,11 @@ def missed(found):
 FITS = """\
 ## Short fits on ranks
 
-A `fit()` on ranks compares checksums of all weights when it begins and when it ends, with one
-exchange each. The second also carries the metrics, the numbers of batches and `stop_training` of
-all ranks. A new model's first steps are compared, too. Scripts that call `fit()` for a few steps at
-a time, or `train_on_batch()`, show what that costs. Each number is the time of a step with compat,
-divided by the peer's; the number in brackets is the same for CPU seconds. There are two ranks. Each
-figure comes from one process for each rank, measured as above; a round is 20 fits of one step, 5 of
-four, or one of 20 or 60. `dense-128` is `dense` with 128 rows for each rank.
+A `fit()` on ranks compares checksums of the weights when it begins and when it ends, with one
+exchange each, which counts if it has few steps. Each number is the time of a step with compat,
+divided by the peer's, and in brackets the same for CPU seconds, on two ranks, measured once as
+above; a round is 20 fits of one step, 5 of four, or one of 20 or 60. `dense-128` is `dense` with
+128 rows for each rank.
 
 """
 
