@@ -101,9 +101,9 @@ class Torch(Backend):
 
     def batch_norm_layers(self, model):
         """Return the modules that are batch normalization, by name."""
-        from ..._runtime import synchronized  # not at start-up
+        from . import batch_norm  # not at start-up
 
-        return synchronized.layers(model.named_modules())
+        return batch_norm.layers(model.named_modules())
 
     def synchronizes_on_ranks(self, layer):
         """Return whether a layer can use the statistics of the whole batch on several ranks."""

@@ -1,6 +1,7 @@
 """Backward passes of ranks: their end, and the rows of the forward passes behind them."""
 
 import contextlib
+import itertools
 import weakref
 from typing import Any, Dict, List, Optional, Set, Tuple
 
@@ -24,6 +25,7 @@ class BackwardCall:
     call is known by the number of its graph task, which is the same for all of its hooks.
 
     Attributes:
+        number: one of its own.
         loss: the ``Loss`` that it differentiates.
         outermost: the call that it is nested in, as those of ``torch.utils.checkpoint`` are; or
             itself.
@@ -35,8 +37,10 @@ class BackwardCall:
     """
 
     _under_way: "List[BackwardCall]" = []
+    _numbers = itertools.count()
 
     def __init__(self, loss):
+        self.number = next(self._numbers)
         self.loss, self.task, self.joined = loss, None, _nothing
         self.model = self.beside = None
         self.outermost = self
@@ -48,6 +52,11 @@ class BackwardCall:
         task = torch._C._current_graph_task_id()
         calls = [call for call in list(cls._under_way) if call.task == task]
         return calls[0] if calls and task >= 0 else UNSEEN
+
+    @classmethod
+    def has_ended(cls, number: int) -> bool:
+        """Return whether the call of a number is no longer under way."""
+        return number not in [call.number for call in list(cls._under_way)]
 
     @classmethod
     def missed_hooks(cls) -> "List[str]":
@@ -220,12 +229,18 @@ class Pass:
         return []
 
     def __call__(self):
-        """Run the exchanges: of several models all ranks run theirs in the same order."""
+        """Run the exchanges: of several models all ranks run theirs in the same order.
+
+        Where parameters belong to several models, the first exchange averages their gradients, so
+        that they are the same on all ranks in the others.
+        """
         self.call.joined = _nothing
         for exchange in self.exchanges:  # before means are written, of what several may exchange
             exchange.warn_of_changes()
-        for exchange in sorted(self.exchanges, key=lambda e: (e is not self.early, e.number)):
-            exchange.run(self)
+        averaged: "Set[int]" = set()
+        for exchange in sorted(self.exchanges, key=lambda e: (e is not self.early, *e.order())):
+            exchange.run(self, averaged.issuperset(exchange.reached))
+            averaged.update(exchange.reached)
         with torch.set_grad_enabled(self.is_recorded):
             for key, (parameter, hooks) in self.hooks.items():
                 hooks.call(parameter, self.before.get(key))
@@ -235,44 +250,87 @@ class ForwardRows:
     """The rows of the forward passes that a backward pass differentiates."""
 
     def __init__(self):
-        # Of each forward pass since the last backward pass: its rows, and whether autograd has come
-        # to its outputs; None: no tensor was found in these.
-        self.passes: "List[List[Any]]" = []
+        self.passes: "List[_ForwardPass]" = []  # since the last backward pass with an exchange
         self.used = False  # whether a backward pass has differentiated them
         self.step: "Optional[int]" = None  # rows of a step of Keras, however it calls the model
 
-    def forward(self, rows: int, outputs: Any) -> None:
-        """Note a forward pass of so many rows."""
-        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        noted = [rows, False if tensors else None]
+    def forward(self, rows: int, outputs: Any, is_within: bool) -> None:
+        """Note a forward pass of so many rows.
 
-        def reach(gradient):
-            noted[1] = True
-
-        for tensor in tensors:
-            tensor.register_hook(patching.Callback("Tensor.register_hook", reach))
-        if self.used:
-            self.passes, self.used = [], False
-        self.passes.append(noted)
+        Arguments:
+            rows: their number.
+            outputs: its results.
+            is_within: whether it is part of a forward pass of another model.
+        """
+        self.passes = [] if self.used else [each for each in self.passes if not each.is_over()]
+        self.passes.append(_ForwardPass(rows, outputs, is_within))
+        self.used = False
 
     def are_awaited(self) -> bool:
         """Return whether a backward pass through forward passes is still to come."""
-        return self.step is not None or bool(self.passes and not self.used)
+        return self.step is not None or (not self.used and any(self._due()))
 
     def current(self) -> "Optional[int]":
         """Return the rows of the pass under way; None until autograd has come to all outputs."""
-        is_complete = self.step is not None or all(reached for _, reached in self.passes)
-        return self.total() if is_complete else None
+        if self.step is None and not all(each.reached for each in self._due()):
+            return None
+        return self.total()
 
     def expected(self) -> "Optional[int]":
         """Return the rows of the pass under way, if it comes to all forward passes; or None."""
-        passes = [rows for rows, _ in self.passes]
-        return self.step if self.step is not None else sum(passes) if passes else None
+        due = list(self._due())
+        known = [each.rows for each in due if each.has_outputs] or [each.rows for each in due]
+        return self.step if self.step is not None else sum(known) if known else None
 
     def total(self) -> "Optional[int]":
         """Return the rows of the pass that has ended, or None."""
         if self.step is not None:
             return self.step
-        reached = [rows for rows, is_reached in self.passes if is_reached]
-        counted = reached or [rows for rows, is_reached in self.passes if is_reached is None]
+        task = BackwardCall.current().outermost.number
+        due = [each for each in self._due() if not self.used or task in each.reached]
+        reached = [each.rows for each in due if each.reached]
+        counted = reached or [each.rows for each in due if not each.has_outputs]
         return sum(counted) if counted else None
+
+    def last(self) -> "Optional[int]":
+        """Return the rows of the last pass, where the one that has ended came to no outputs."""
+        reached = [each.rows for each in self.passes if each.reached]
+        return sum(reached) if reached else None
+
+    def are_within(self) -> bool:
+        """Return whether all passes are part of other models' forward passes."""
+        return self.step is None and all(each.is_within for each in self._due())
+
+    def _due(self):
+        """Yield the passes that were not differentiated before."""
+        return (each for each in self.passes if not each.is_over())
+
+
+class _ForwardPass:
+    """A forward pass of a model.
+
+    Attributes:
+        rows: their number.
+        is_within: whether it is part of a forward pass of another model.
+        has_outputs: whether a tensor that is differentiated was found in its outputs.
+        reached: the numbers of the calls of ``backward()``, and that of ``UNSEEN``, in which
+            autograd has come to its outputs.
+    """
+
+    def __init__(self, rows, outputs, is_within):
+        self.rows, self.is_within, self.reached = rows, is_within, set()
+        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        self.has_outputs = bool(tensors)
+        for tensor in tensors:
+            tensor.register_hook(patching.Callback("Tensor.register_hook", self._reach))
+
+    def _reach(self, gradient):
+        self.reached.add(BackwardCall.current().outermost.number)
+
+    def is_over(self):
+        """Return whether calls of ``backward()`` that have ended came to it.
+
+        Such as one of a generator's loss, of the passes of a discriminator that it does not train.
+        """
+        calls = self.reached - {UNSEEN.number}
+        return bool(calls) and all(map(BackwardCall.has_ended, calls))

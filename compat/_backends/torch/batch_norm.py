@@ -2,11 +2,34 @@
 
 import inspect
 import sys
-from typing import Any
+from typing import Any, Dict, Iterable, Tuple
 
 import torch
 
+from ..._runtime import synchronized
+
 _LAYER = torch.nn.SyncBatchNorm
+#: Those that ``compute`` replaces: what modules call, what that calls, and what modules call that
+#: were made by ``torch.export``.
+FUNCTIONS = (
+    torch.nn.functional.batch_norm,
+    torch.batch_norm,
+    torch.ops.aten.batch_norm,
+    torch.ops.aten.batch_norm.default,
+)
+# Parts of the names of functions that compute a part of batch normalization, or no statistics.
+_PARTS = ("stats", "elemt", "backward", "no_training", "no_update", "quantized")
+
+
+def layers(named: "Iterable[Tuple[str, Any]]") -> "Dict[str, Any]":
+    """Return the modules among these, each with its name, that are batch normalization."""
+    named = list(named)
+    scripted = {
+        name: part
+        for name, part in named
+        if isinstance(part, torch.jit.ScriptModule) and part.original_name.startswith("BatchNorm")
+    }
+    return {**synchronized.layers(named), **scripted}
 
 
 def is_asked_here() -> bool:
@@ -19,14 +42,24 @@ def is_asked_here() -> bool:
     return False
 
 
+def is_other(function: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a call that torch dispatches is batch normalization by another function."""
+    name = getattr(function, "__name__", "")
+    if "batch_norm" not in name or any(part in name for part in _PARTS):
+        return False
+    return kwargs.get("training", any(value is True for value in args[3:6]))
+
+
 def uses_batch(bound: "dict[str, Any]") -> bool:
     """Return whether a call, with these arguments, uses its batch's mean and variance."""
     return bool(bound.get("training")) or bound.get("running_mean") is None
 
 
 def compute(reductions: Any, function: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Compute ``torch.nn.functional.batch_norm()`` in training, for the whole batch."""
-    arguments = _SIGNATURE.bind(reductions, *args, **kwargs).arguments
+    """Compute one of ``FUNCTIONS`` in training, for the whole batch."""
+    signature = _SIGNATURE if function is FUNCTIONS[0] else _OPERATOR
+    arguments = signature.bind(reductions, *args, **kwargs).arguments
+    arguments.pop("cudnn_enabled", None)
     if not uses_batch(arguments):  # a layer that was frozen since
         return function(*args, **kwargs)
     return _batch_norm(**arguments)
@@ -68,3 +101,10 @@ def _batch_norm(
 
 
 _SIGNATURE = inspect.signature(_batch_norm)
+
+
+_ORDER = "reductions input weight bias running_mean running_var training momentum eps cudnn_enabled"
+# Of those that the function calls.
+_OPERATOR = inspect.Signature(
+    [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _ORDER.split()]
+)

@@ -18,10 +18,11 @@ be accumulated over several passes. A script's hooks on parameters get that mean
 (``parameter_hooks``).
 """
 
+import contextlib
 import itertools
 import threading
 import weakref
-from typing import Any, Dict, List, Optional, Set
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
 
@@ -37,6 +38,15 @@ from .tensors import are_same
 _HOOK = parameter_hooks.ACCUMULATED_HOOK
 # Autograd has a thread for each device, and one for the CPU.
 _arriving = threading.RLock()
+
+
+class _Calls(threading.local):
+    """The exchanges of models whose calls are under way in a thread, the outermost first."""
+
+    exchanges: "Tuple[Exchange, ...]" = ()
+
+
+calls = _Calls()
 
 
 def is_under_way() -> bool:
@@ -82,7 +92,9 @@ class Exchange:
         self.versions: "Optional[List[int]]" = None  # of the parameters, at the last forward pass
         self.has_exchanged = True  # since then
         self.missed = 0  # updates with no exchange in between
-        self.calls_batch_norm = False  # by itself: see ``ranked_batch_norm``
+        self.calls_batch_norm = True  # as a function, in the last pass: see ``ranked_batch_norm``
+        # The ids of the layers of batch normalization that it had at last, once these were listed.
+        self.normalizing: "Optional[Set[int]]" = None
         self.agreed = False  # whether ranks have exchanged their rows in front of the step
         self.warned: "Set[Any]" = set()  # variables, and topics, of which there was a warning
 
@@ -114,6 +126,21 @@ class Exchange:
             self.before = [before[id(t)] if id(t) in before else value(t) for t in state]
             self.state = state
 
+    @contextlib.contextmanager
+    def called(self):
+        """Return the context of a call of the model."""
+        outer = calls.exchanges
+        calls.exchanges = (*outer, self)
+        try:
+            yield
+        finally:
+            calls.exchanges = outer
+
+    def is_within_call(self) -> bool:
+        """Return whether a model that has all of its parameters is being called in this thread."""
+        mine = set(map(id, self.hooked))
+        return any(mine.issubset(map(id, e.hooked)) for e in calls.exchanges if e is not self)
+
     # One backward pass ------------------------------------------------------------------------
 
     def begin(self):
@@ -140,9 +167,19 @@ class Exchange:
 
         Ranks call their models in one order: all exchanges rest on that.
         """
+        mine = self.rows.are_within(), self.number
         return self.rows.are_awaited() and not any(
-            other.number < self.number and other.rows.are_awaited() for other in self._all
+            (other.rows.are_within(), other.number) < mine and other.rows.are_awaited()
+            for other in self._all
         )
+
+    def order(self):
+        """Return a key by which the exchanges of a pass that has ended are sorted.
+
+        Models that were called come first, and those that other models did not call: their rows are
+        those of the loss.
+        """
+        return self.rows.total() is None, self.rows.are_within(), self.number
 
     def join(self):
         """Take part in the pass under way, before a hook of the script's is called in it.
@@ -168,16 +205,20 @@ class Exchange:
             return
         self.sums.put(parameter, gradient, weight)
 
-    def run(self, under_way):
+    def run(self, under_way, is_averaged):
         """Average the gradients, and the running statistics, over all ranks' rows.
 
         Arguments:
             under_way: the pass that ends.
+            is_averaged: whether exchanges of other models have averaged its gradients before.
         """
         model = self.model()
         if model is None:
             return
+        is_averaged = is_averaged and bool(self.reached)
         name, rows = type(model).__name__, self.rows.total()
+        if rows is None and not is_averaged:
+            rows = self.rows.last()
         self.rows.used, self.settled = True, False
         # The weight of this pass among those of all ranks; if it is unknown, all have the same.
         weight = rows if self.divisor is None else self.divisor
@@ -192,7 +233,7 @@ class Exchange:
             self.engine.last = None if self.agreed else self
             if not self.agreed:
                 self.engine.stepped(self.sums.ended)
-            self.check(name)
+            self.check(name, is_averaged)
             self.check_share(name, share, weight)
             self.note_hooks(model, under_way)
             for parameter, used in zip(self.hooked, self.sums.used):
@@ -201,7 +242,7 @@ class Exchange:
                 elif used:
                     self.sums.write_mean(parameter, parameter.grad)
             check = checksum.is_due(self.count)
-            if check and not self.is_suspect:
+            if check and not self.is_suspect and not is_averaged:
                 self.is_suspect = loss_terms.check_loss(
                     self.engine, name, loss_under_way(), weight, rows
                 )
@@ -286,13 +327,15 @@ class Exchange:
     def mean(self, tensor):
         """Return the mean of a running statistic's changes, which is always weighted by rows."""
         mean = self.sums.write_mean(tensor, torch.empty_like(tensor))
-        return mean * (self.sums.total / self.sums.rows)
+        rows = self.sums.rows
+        return mean * (self.sums.total / rows if rows else float("nan"))
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, is_averaged: bool) -> None:
         """Check what ranks have to have in common.
 
         Arguments:
             name: the model's class.
+            is_averaged: whether all gradients were averaged before, so that any weights will do.
 
         Raises:
             CompatError: they have not.
@@ -315,7 +358,8 @@ class Exchange:
                 "not, so that their gradients cannot be weighted. Have all ranks compute the same "
                 "loss."
             )
-        if unknown and ("rows",) not in self.warned and place.rank == 0:
+        is_new = unknown and ("rows",) not in self.warned and not is_averaged
+        if is_new and place.rank == 0:
             self.warned.add(("rows",))
             errors.warn(
                 f"A backward pass reached the parameters of {name}, but no call of the model in "

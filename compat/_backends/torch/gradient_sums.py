@@ -78,9 +78,8 @@ class Sums:
         front.copy_(torch.tensor(numbers, dtype=front.dtype))
         for bucket in self.buckets:
             self._send(bucket)
-        for bucket in self.buckets:
-            self.engine.end_sum(bucket.work)
-        sums = iter(front.tolist())
+        *_, numbers = [self.engine.end_sum(each.work, each.front) for each in self.buckets]
+        sums = iter(numbers)
         self.total, self.unknown, self.rows, self.divided, self.sparse = itertools.islice(sums, 5)
         flags = itertools.islice(sums, self.engine.place.size)
         self.ended = [rank for rank, flag in enumerate(flags) if flag]
@@ -90,7 +89,7 @@ class Sums:
         for bucket, again in zip(self.buckets, sums):
             if again and not self.ended:
                 bucket.write_all(bucket.views, values)
-                self.engine.end_sum(self.engine.begin_sum(bucket.flat))
+                self.engine.end_sum(self.engine.begin_sum(bucket.flat), bucket.flat[:0])
             bucket.clear()
         return any(early)
 

@@ -7,7 +7,7 @@ import torch
 
 from ... import _keras
 from ..._ranks import keras3_state, keras_model, losses, step_functions
-from . import ranked_state
+from . import ranked_batch_norm, ranked_state
 from .keras_replicas import ReplicatedKerasCall
 from .ranked_calls import RankedCall
 
@@ -93,6 +93,8 @@ class RankedTrainStep(keras_model.RankedMethod):
         batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
         if batch is None or exchange.rows.step is not None or exchange.source.is_alone:
             return step(data, *args, **kwargs)
+        if self.training and exchange.weights is None:  # made since; the step may not call it
+            exchange.source.start(model)
         if type(model).train_step.__module__.startswith("keras."):
             exchange.is_suspect = True  # check_loss() warns of it
         count, task = exchange.count, exchange.task
@@ -105,6 +107,8 @@ class RankedTrainStep(keras_model.RankedMethod):
             if self.training:
                 alone = exchange.source.alone()
                 stack.enter_context(self.state.merged(model, step, data, rows, alone))
+            if self.training:
+                stack.enter_context(ranked_batch_norm.called(exchange, model))
             if self.training and hasattr(model.optimizer, "inner_optimizer"):
                 stack.enter_context(self.scaling(model.optimizer))
             result = step(data, *args, **kwargs)

@@ -4,29 +4,22 @@ In training, a layer that asks for it gathers the moments of all ranks once in t
 the gradients by them once in the backward pass.
 """
 
-import threading
+import contextlib
 import weakref
-from typing import Any, Iterable, Optional, Tuple
+from typing import Any, Iterable, Iterator, Optional
 
 import torch
 
-from ... import _keras, errors
+from ... import _keras
+from ..._rows import own_statistics
 from ..._runtime import patching, synchronized
 from . import batch_norm, keras_batch_norm
 from .arguments import first_batch
+from .gradient_exchange import calls
 from .native import ForwardMethod
 from .ranked_reductions import RankReductions
 
 _LAYERS = torch.nn.modules.batchnorm._BatchNorm
-
-
-class _Calls(threading.local):
-    """The exchanges of models whose calls are under way in a thread, the outermost first."""
-
-    exchanges: "Tuple[Any, ...]" = ()
-
-
-_calls = _Calls()
 
 
 class _FunctionMode(torch.overrides.TorchFunctionMode):
@@ -38,10 +31,22 @@ class _FunctionMode(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is not torch.nn.functional.batch_norm:
-            return func(*args, **kwargs)
-        self.is_used = True
-        return batch_norm.compute(self.reductions, func, args, kwargs)
+        if func in batch_norm.FUNCTIONS:
+            self.is_used = True
+            return batch_norm.compute(self.reductions, func, args, kwargs)
+        if batch_norm.is_other(func, args, kwargs):
+            self._warn_of(func)
+        return func(*args, **kwargs)
+
+    def _warn_of(self, function):
+        exchange, topic = self.reductions.exchange, ("function", function)
+        if topic not in exchange.warned:
+            exchange.warned.add(topic)
+            own_statistics.warn(
+                f"{type(exchange.model()).__name__} is to normalize by the statistics of the whole "
+                f"batch, and calls {function}, which uses those of each rank's samples. Call "
+                "torch.nn.functional.batch_norm()."
+            )
 
 
 class _OfRank(patching.InstanceMethod):
@@ -72,7 +77,7 @@ class _OfRank(patching.InstanceMethod):
         Of several, such as the discriminator of a GAN and the whole GAN, each has rows of its own.
         """
         exchanges = self.exchanges.get(layer, [])
-        under_way = [each for each in _calls.exchanges if each in exchanges]
+        under_way = [each for each in calls.exchanges if each in exchanges]
         return (under_way[:1] or exchanges[-1:] or [None])[0]
 
 
@@ -95,7 +100,7 @@ class RankedNormForward(_OfRank, ForwardMethod):
             result = forward(*args, **kwargs)
         if not mode.is_used and not self.is_unused:
             self.is_unused = True
-            errors.warn(
+            own_statistics.warn(
                 f"A layer {type(layer).__name__} does not normalize by "
                 "torch.nn.functional.batch_norm(), so that it has the statistics of each rank's "
                 "own samples unless it exchanges them by itself."
@@ -117,6 +122,33 @@ class RankedKerasMoments(_OfRank):
             return self.plain(layer)(inputs, mask)
 
 
+def _follow_new_layers(kind: type) -> None:
+    """Have layers of Keras that a model makes within a call normalize by all ranks' samples in it.
+
+    Arguments:
+        kind: Keras' class of batch normalization.
+    """
+    plain = getattr(kind, "_moments", None)
+    if plain is None or patching.find(kind, "_moments") is not None:
+        return
+
+    def _moments(self, inputs, mask):
+        exchange = next(filter(_is_asked, calls.exchanges), None)
+        if exchange is None or RankedKerasMoments.of(self) is not None:
+            return plain(self, inputs, mask)
+        if exchange.source.is_only_traced(exchange.model(), inputs):
+            return plain(self, inputs, mask)
+        return keras_batch_norm.whole_moments(RankReductions(exchange), self, inputs, mask)
+
+    patching.Patch(kind, "_moments", _moments)
+
+
+def _is_asked(exchange):
+    """Return whether all batch normalization of the model of an exchange has all ranks' samples."""
+    model = exchange.model()
+    return model is not None and synchronized.is_asked(model) and not exchange.source.is_alone
+
+
 def is_synchronizable(layer: Any) -> bool:
     """Return whether a layer computes its statistics by functions that compat replaces."""
     return isinstance(layer, _LAYERS) or _keras.has_keras_methods(layer, ("call", "_moments"))
@@ -132,8 +164,11 @@ def follow(exchange: Any, model: Any, parts: "Iterable[Any]") -> None:
     """
     is_asked = synchronized.is_asked(model)
     named = ((str(place), part) for place, part in enumerate(parts))
-    found = synchronized.layers(named).values()
+    found = batch_norm.layers(named).values()
     layers = [layer for layer in found if is_asked or synchronized.asks(layer)]
+    before, exchange.normalizing = exchange.normalizing, set(map(id, found))
+    if before is not None:
+        _check([layer for layer in layers if id(layer) not in before], model, is_asked)
     for layer in layers:
         kind = RankedNormForward if isinstance(layer, _LAYERS) else RankedKerasMoments
         if kind.of(layer) is None and hasattr(layer, kind.method):
@@ -144,13 +179,40 @@ def follow(exchange: Any, model: Any, parts: "Iterable[Any]") -> None:
             method.exchanges[layer] = [*others, exchange]
     if layers or is_asked:
         exchange.engine.prepare_statistics()
-    exchange.calls_batch_norm = is_asked  # until a pass shows that it does not
+    keras = _keras.keras_of(model)
+    if is_asked and keras is not None:
+        _follow_new_layers(keras.layers.BatchNormalization)
+
+
+def _check(layers, model, is_asked):
+    """Warn of layers that a model has got since it was parallelized, if they cannot do that."""
+    layers = [layer for layer in layers if not is_synchronizable(layer)]
+    names = [getattr(layer, "name", type(layer).__name__) for layer in layers]
+    if names:
+        name = getattr(model, "name", type(model).__name__)
+        own_statistics.warn_of_layers("torch", name, "rank", names, is_asked)
+
+
+@contextlib.contextmanager
+def called(exchange: Any, model: torch.nn.Module) -> "Iterator[Any]":
+    """Return the context of a call of a model, or of its step.
+
+    Functions that it calls by itself normalize by all ranks' samples in it, if that is asked for.
+    The context yields their ``_FunctionMode``; None: another model's call has one, or none is due.
+    """
+    is_asked = model.training and _is_asked(exchange)
+    with exchange.called():
+        modes = torch.overrides._get_current_function_mode_stack() if is_asked else []
+        if not is_asked or any(isinstance(mode, _FunctionMode) for mode in modes):
+            yield None
+            return
+        with _FunctionMode(RankReductions(exchange)) as mode:
+            yield mode
+        exchange.calls_batch_norm = mode.is_used
 
 
 def call(exchange: Any, model: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of a model, whose own calls of functions normalize by all ranks' samples.
-
-    A model that has not called such a function in its first pass is taken to call none later.
+    """Return the result of a model.
 
     Arguments:
         exchange: the ``Exchange`` of its gradients.
@@ -159,21 +221,16 @@ def call(exchange: Any, model: torch.nn.Module, forward: Any, args: Any, kwargs:
         args: arguments of the call.
         kwargs: likewise, by name.
     """
-    is_asked = model.training and synchronized.is_asked(model) and not exchange.source.is_alone
-    outer = _calls.exchanges
-    _calls.exchanges = (*outer, exchange)
-    try:
-        if not is_asked or not exchange.calls_batch_norm:
-            return forward(*args, **kwargs)
-        with _FunctionMode(RankReductions(exchange)) as mode:
-            result = _eager(forward, args, kwargs)
-        exchange.calls_batch_norm = mode.is_used
-        return result
-    finally:
-        _calls.exchanges = outer
+    with called(exchange, model) as mode:
+        if mode is not None and exchange.calls_batch_norm:
+            return _eager(forward, args, kwargs)
+        return forward(*args, **kwargs)
 
 
 @torch.compiler.disable
 def _eager(forward, args, kwargs):
-    """Call a function, also where torch.compile() has compiled it."""
+    """Call a function, also where torch.compile() has compiled it.
+
+    So a model that normalizes by functions is not traced up to the first one and behind each.
+    """
     return forward(*args, **kwargs)

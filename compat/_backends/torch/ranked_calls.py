@@ -93,9 +93,11 @@ class RankedCall(keras_model.RankedMethod):
         exchange = self.start(model)
         exchange.look()
         result, rows = self.run(model, batch, args, kwargs)
+        if not exchange.settled:
+            exchange.hook(self.parameters(model))  # also those that the pass has made
         self.count(model, rows)
         if rows is not None:
-            exchange.rows.forward(rows, result)
+            exchange.rows.forward(rows, result, exchange.is_within_call())
         return result
 
     def note_unreached(self, model, name):

@@ -64,8 +64,7 @@ class RankReductions:
             RankError: another rank is in another pass.
         """
         mine = torch.cat([value.new_tensor([kind, *numbers]), value.reshape(-1)])
-        rows = self.engine.gather_rows(mine, self.group)
-        heads = rows[:, :3].tolist()
+        heads, rows = self.engine.gather_rows(mine, self.group, 3)
         kinds = [int(head[0]) for head in heads]
         if len(set(kinds)) > 1:
             passes = [f"rank {rank} in {_PASSES[kind]}" for rank, kind in enumerate(kinds)]
@@ -75,7 +74,7 @@ class RankReductions:
                 "training for the same batches, in the same order. In inference (model.eval()) a "
                 "rank may call it alone."
             )
-        return [head[1:] for head in heads], rows[:, 3:].view(len(heads), *value.shape)
+        return [head[1:] for head in heads], rows.reshape(len(heads), *value.shape)
 
     def note_weights(self, weights: "List[float]", weight: float) -> None:
         """Note the weights of all ranks in a backward pass, and this rank's."""

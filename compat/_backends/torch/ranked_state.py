@@ -104,13 +104,12 @@ def exchanged(engine, merges, before, after, rows):
     """
     place = engine.place
     parts = merging.parts(merges, OPERATIONS, before, after, rows, place)
-    parts.append(torch.tensor([float(rows)], device=after[0].device))
+    parts.insert(0, torch.tensor([float(rows)], device=after[0].device))
     kind = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
     flat = torch.cat([part.reshape(-1).to(kind) for part in parts])
-    engine.end_sum(engine.begin_sum(flat))
+    (number,) = engine.end_sum(engine.begin_sum(flat), flat[:1])
     sums = [
         total.view(part.shape).to(part.dtype)
         for part, total in zip(parts, flat.split([part.numel() for part in parts]))
     ]
-    factor = 1 / float(sums[-1])
-    return merging.merged(merges, OPERATIONS, before, after, sums[:-1], place.size, factor)
+    return merging.merged(merges, OPERATIONS, before, after, sums[1:], place.size, 1 / number)

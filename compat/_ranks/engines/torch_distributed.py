@@ -103,10 +103,19 @@ class TorchDistributed(engines.Engine):
         with self.waiting("for the others' gradients"):
             return self.distributed.all_reduce(tensor, group=self.group, async_op=True)
 
-    def end_sum(self, work):
-        """Wait for a sum that ``begin_sum`` has begun."""
+    def end_sum(self, work, front):
+        """Wait for a sum that ``begin_sum`` has begun.
+
+        Arguments:
+            work: the sum.
+            front: numbers at the front of the tensor, or none.
+
+        Returns:
+            These, as a list: NCCL's work is not awaited by the host before it reads a result.
+        """
         with self.waiting("for the others' gradients"):
             work.wait()
+            return front.tolist()
 
     def prepare_statistics(self):
         """Make the group in which ranks gather statistics. All ranks do so at once."""
@@ -114,12 +123,15 @@ class TorchDistributed(engines.Engine):
             with self.waiting("to start"):
                 self.statistics = self.distributed.new_group(timeout=self.limit)
 
-    def gather_rows(self, tensor, group):
-        """Return the tensors of a group's ranks, which have one shape, as rows of one."""
+    def gather_rows(self, tensor, group, count):
+        """Return the flat tensors of a group's ranks, which have one size, as rows of one.
+
+        Their first numbers, so many, are returned as lists: see ``end_sum``.
+        """
         rows = tensor.new_empty((self.distributed.get_world_size(group), *tensor.shape))
         with self.waiting(_STATISTICS):
             self.distributed.all_gather(list(rows), tensor, group=group)
-        return rows
+            return rows[:, :count].tolist(), rows[:, count:]
 
     def concatenate(self, tensor):
         """Return all ranks' tensors, of any numbers of rows, concatenated."""

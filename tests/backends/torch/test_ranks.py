@@ -1124,7 +1124,7 @@ def fail():
 
 def tried_twice(rows, targets):
     if compat.rank():
-        return mse(model)(rows, targets) + 0 * model(rows).sum()
+        return mse(model)(rows, targets)
     fails.append("for once")
     try:
         mse(model)(rows, targets).backward()
@@ -1371,6 +1371,7 @@ def test_running_statistics_are_the_mean_over_ranks_and_no_false_alarm_is_given(
 
 # Batch normalization of all ranks' samples.
 NORMALIZED = """
+from compat._runtime.process import process
 from torch.nn.functional import batch_norm
 
 SIZES = 61, 14, 2, 13, 5
@@ -1414,6 +1415,19 @@ class Calls(Wraps):
         return super().forward(batch_norm(x, None, None, training=True))
 
 
+class CallsLater(Wraps):
+    "From its third pass on, by torch's operator, which modules of torch.export call."
+
+    passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        if self.passes > 2:
+            operator = torch.ops.aten.batch_norm.default
+            x = operator(x, None, None, None, None, True, 0.1, 1e-5, False)
+        return super().forward(x)
+
+
 class Recomputes(Wraps):
     def __init__(self, reentrant):
         super().__init__()
@@ -1450,13 +1464,43 @@ def all_cases():
     model = trains("before", lambda: nn.Sequential(nn.Linear(6, 1)))
     model.append(nn.BatchNorm1d(1, affine=False).double())
     train("after", model, mse(model), batches=uneven)
+    trains("function later", CallsLater)
+    nested()
+    adversaries()
+
+
+def nested():
+    "One model has the layers of another; whichever was parallelized first."
+    for order in 1, -1:
+        torch.manual_seed(compat.rank())
+        inner = layers().double()
+        pair = inner, nn.Sequential(inner)
+        for model in pair[::order]:
+            compat.parallelize(model, sync_batch_norm=True)
+        for number in 1, 0:
+            some = list(uneven())[2 - 2 * number : 4 - 2 * number]
+            name = "nested {} {}".format(number, order)
+            train(name, pair[number], mse(pair[number]), batches=lambda: some)
+
+
+def adversaries():
+    "A discriminator has passes that do not train it, of as many rows as before or not."
+    maker, judge = normalizing(lambda: nn.Linear(6, 6)), normalizing()
+    made_by, judged_by = [torch.optim.SGD(each.parameters(), 0.05) for each in (maker, judge)]
+    for rows, _ in uneven([of_steps[0], of_steps[1], of_steps[3]]):
+        judge.zero_grad()
+        (judge(maker(rows).detach()) - judge(rows)).mean().backward()
+        judged_by.step()
+        judge.requires_grad_(False)
+        maker.zero_grad()
+        judge(maker(rows)).mean().neg().backward()
+        made_by.step()
+        judge.requires_grad_(True)
+    keep("maker", maker)
+    keep("judge", judge)
 
 
 said["warned"] = told(all_cases)
-inner = normalizing()  # and another model that has its layers
-outer = compat.parallelize(nn.Sequential(inner), sync_batch_norm=True)
-train("outer", outer, mse(outer), batches=lambda: list(uneven())[:2])
-train("inner", inner, mse(inner), batches=lambda: list(uneven())[2:])
 trains("off", asked=None, batches=lambda: uneven([of_steps[0]] * 3))
 said["off"] = weights.pop("off")[0].tolist()
 
@@ -1527,6 +1571,20 @@ if compat.size() > 1:
             return (rows - rows.mean(0)) / rows.std(0)
 
     said["own"] = told(lambda: normalizing(lambda: layers(Own))(rows))
+
+    class Native(Wraps):
+        def forward(self, x):
+            x, _, _ = torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+            return super().forward(x)
+
+    said["native"] = told(lambda: normalizing(Native)(rows))
+    said["scripted"] = told(lambda: normalizing(lambda: Wraps(lambda: torch.jit.script(layers()))))
+
+    # Where a host waits for a device: it reads a result, and reports that it waits.
+    (engine,), read, waits = process.engines.values(), torch.Tensor.tolist, []
+    torch.Tensor.tolist = lambda self: [waits.append(engine.inside), read(self)][1]
+    mse(normalizing())(rows, targets).backward()
+    torch.Tensor.tolist, said["waits"] = read, waits
 """
 
 
@@ -1554,6 +1612,17 @@ def test_batch_normalization_has_the_samples_of_all_ranks(jobs):
             "A layer Own does not normalize by torch.nn.functional.batch_norm(), so that it has "
             "the statistics of each rank's own samples unless it exchanges them by itself."
         }
+        (native,) = each["native"]
+        assert re.sub("<.*>", "", native) == (
+            "Native is to normalize by the statistics of the whole batch, and calls , which uses "
+            "those of each rank's samples. Call torch.nn.functional.batch_norm()."
+        )
+        assert each["scripted"] == [
+            "Model 'Wraps' is to normalize by the statistics of the whole batch "
+            "(sync_batch_norm=True), which torch cannot do on several ranks: each rank uses those "
+            "of its own samples in layers 'inner.1', 'inner.4', 'inner.7'."
+        ]
+        assert len(each["waits"]) > 6 and all(each["waits"])
 
 
 # Keras ----------------------------------------------------------------------------------------
@@ -1650,6 +1719,7 @@ def test_keras_trains_in_every_precision_and_by_any_step(jobs):
 
 
 KERAS_NORMALIZED = """
+import torch
 from compat._runtime.process import process
 
 layers, floatx, policy = keras.layers, keras.config.floatx(), keras.config.dtype_policy()
@@ -1666,7 +1736,78 @@ def normalizing(first=(), last=(), by_layer=False, **options):
     return keras.Sequential([layers.Input((6,)), *parts, dense(1)], name="net")
 
 
+class Block(layers.Layer):
+    "Makes its layers in the first call of a model that does not build it before."
+
+    def __init__(self, kind=layers.BatchNormalization):
+        super().__init__()
+        self.kind = kind
+
+    def build(self, shape):
+        self.norm = self.kind(name="late")
+
+    def call(self, x, training=None):
+        return self.norm(x, training=training)
+
+
+class Late(keras.Model):
+    def __init__(self, *block):
+        super().__init__(name="late")
+        self.first, self.block, self.head = seeded(5), Block(*block), seeded(1)
+
+    def build(self, shape):
+        self.built = True
+
+    def call(self, x, training=None):
+        return self.head(self.block(self.first(x), training=training))
+
+
+class Centers(layers.BatchNormalization):
+    def call(self, x, training=None, mask=None):
+        return x - keras.ops.mean(x, 0)
+
+
+class Parts(keras.Model):
+    "Calls a function of torch, in a step that does not call the model."
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = seeded(5), seeded(1)
+
+    def call(self, x):
+        x = torch.nn.functional.batch_norm(self.first(x), None, None, training=True)
+        return self.head(x)
+
+    def train_step(self, data):
+        self.zero_grad()
+        ((self.call(data[0]) - data[1]) ** 2).mean().backward()
+        gradients = [variable.value.grad for variable in self.trainable_weights]
+        with torch.no_grad():
+            self.optimizer.apply(gradients, self.trainable_weights)
+        return {}
+
+
+def seeded(units):
+    "A layer with the same weights on all ranks, whenever they are made."
+    initializer = keras.initializers.RandomUniform(-0.5, 0.5, seed=units)
+    return layers.Dense(units, kernel_initializer=initializer)
+
+
+def looped(name, *block):
+    model = compat.parallelize(Late(*block), sync_batch_norm=True)
+    for start in range(0, len(parts[0]), rows):
+        batch = [torch.tensor(part[start : start + rows]) for part in parts]
+        ((model(batch[0], training=True) - batch[1]) ** 2).mean().backward()
+        for variable in model.trainable_variables:
+            gradient, variable.value.grad = variable.value.grad, None
+            if gradient is not None:
+                with torch.no_grad():
+                    variable.assign(variable - 0.1 * gradient)
+    weights[name] = model.get_weights()
+
+
 kinds = {
+    "parts": Parts,
     "dense": lambda: normalizing([dense(5)], [layers.ReLU()]),
     "by layer": lambda: normalizing([dense(5)], by_layer=True),
     "renormalized": lambda: normalizing([dense(5)], renorm=True),
@@ -1692,6 +1833,7 @@ def trained(name, asked=True):
 def all_kinds():
     for name in kinds:
         trained(name, None if name == "by layer" else True)
+    looped("looped")
     process.configuration.settings.verify = 2
     trained("dense")
     process.configuration.settings.verify = 0
@@ -1705,6 +1847,8 @@ said["off"] = weights.pop("off")[0].tolist()
 model = trained("by layer", None)
 if compat.is_chief():
     model.predict(masked, verbose=0)  # which exchanges nothing
+said["late"] = told(lambda: looped("own", Centers))
+weights.pop("own")
 keras.config.set_floatx(floatx)
 keras.config.set_dtype_policy(policy)
 """
@@ -1718,6 +1862,11 @@ def test_layers_of_keras_normalize_by_the_samples_of_all_ranks(jobs):
     assert np.abs(np.subtract(alone["off"], said[0]["off"])).max() > 1e-4
     for each in said:  # the gradient of a bias before batch normalization is 0 but for rounding
         assert set(each["verified"][0]) <= {"one device does not repeat it"}
+        assert each["late"] == [
+            "Model 'late' is to normalize by the statistics of the whole batch "
+            "(sync_batch_norm=True), which torch cannot do on several ranks: each rank uses those "
+            "of its own samples in layer 'late'."
+        ]
 
 
 KERAS_REFUSED = """
