@@ -19,7 +19,8 @@ html_copy_source = False
 html_show_copyright = False
 
 # Finds the entry of a message that is pasted into the search.
-html_static_path = ["search.js"]
+html_static_path = ["search.js", "site.css"]
+html_css_files = ["site.css"]
 html_js_files = [("search.js", {"defer": "defer"})]
 
 # extension.py is in this folder.

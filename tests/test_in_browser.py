@@ -27,6 +27,23 @@ const places = [...document.querySelectorAll(%s)].map((each) => {
 document.documentElement.dataset.places = JSON.stringify(places);
 </script>
 """
+# Writes into the page which of its frames scroll sideways, or hold what is wider than its place.
+WIDER = """\
+<script>
+window.onload = () => {
+  const wider = [...document.querySelectorAll("iframe")].map((frame) => {
+    const page = frame.contentDocument;
+    const things = [...page.querySelectorAll("table, pre")].filter((each) =>
+      each.tagName === "PRE"
+        ? each.scrollWidth > each.clientWidth + 1
+        : each.offsetWidth > each.parentElement.clientWidth + 1);
+    const whole = page.documentElement.scrollWidth > Number(frame.width);
+    return [frame.getAttribute("src"), whole, things.map((each) => each.textContent.slice(0, 80))];
+  });
+  document.documentElement.dataset.places = JSON.stringify(wider);
+};
+</script>
+"""
 # What each message's heading begins with, and the message as it is printed.
 MESSAGES = {
     "is not understood. Use a number of seconds above 0": (
@@ -75,6 +92,7 @@ def opened():
     def page(address):
         command = [path, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         command += ["--window-size={},800".format(WIDTH), "--virtual-time-budget=10000"]
+        command += ["--allow-file-access-from-files"]  # of frames
         return subprocess.check_output(
             command + ["--dump-dom", "file://" + address],
             env=environ, stderr=subprocess.DEVNULL, universal_newlines=True, timeout=100,
@@ -86,8 +104,33 @@ def opened():
 def places(opened, path, text, selector):
     """Where the things are that a selector finds in an HTML page with this text."""
     path.write_text(text + PLACES % json.dumps(selector), encoding="utf-8")
-    found = re.search('data-places="([^"]*)"', opened(str(path))).group(1)
-    return json.loads(html.unescape(found))
+    return written(opened(str(path)))
+
+
+def written(page):
+    """Return what a script has written into a page."""
+    return json.loads(html.unescape(re.search('data-places="([^"]*)"', page).group(1)))
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_pages_are_no_wider_than_the_screen(opened, width):
+    """On a narrow one, code and tables may scroll in their places."""
+    site = os.environ["COMPAT_TEST_SITE"]
+    folders = [(DOCS, ""), (os.path.join(DOCS, "backends"), "backends/")]
+    names = [top + name for folder, top in folders for name in sorted(os.listdir(folder))]
+    names = [name for name in names if name.endswith(".md")]
+    frame = '<iframe src="{}.html" width="{}" height="900"></iframe>'
+    path = os.path.join(site, "all_pages.html")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("".join(frame.format(name[:-3], width) for name in names) + WIDER)
+    try:
+        found = written(opened(path))
+    finally:
+        os.remove(path)
+    assert len(found) == len(names) > 20
+    assert [page for page, whole, _ in found if whole] == []
+    if width == 1280:
+        assert [(page, things) for page, _, things in found if things] == []
 
 
 def test_the_report_of_a_script(opened, tmp_path):
