@@ -155,7 +155,7 @@ def test_without_a_gpu_of_nvidia_nothing_is_hidden(gpus, environ):
     devices = chosen(gpus, **environ)
     assert devices.undecided == parse_gpus(gpus)
     assert (devices.environ(environ), devices.problems) == ({}, [])
-    assert str(devices) == "the GPUs that the framework lists"
+    assert str(devices) == "CPU, unless the framework lists GPUs"
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,25 @@ def test_fewer_gpus_than_asked_for(script):
     # None of NVIDIA's: those of others, which the framework may know, are numbered likewise.
     assert out.startswith("CUDA_VISIBLE_DEVICES=0,1\n")
     assert err.splitlines()[0] == (
-        "compat run: mxnet (KERAS_BACKEND=mxnet), the GPUs that the framework lists"
+        "compat run: mxnet (KERAS_BACKEND=mxnet), CPU, unless the framework lists GPUs"
     )
     assert err.splitlines()[-1] == (
         "compat run: --gpus 0,1 was asked for, but there is no GPU 0 or GPU 1: no GPU is visible. "
-        "Going on with the GPUs that the framework lists."
+        "Going on with CPU, unless the framework lists GPUs."
+    )
+
+
+def test_a_gpu_on_a_machine_without(script):
+    """Whether the framework lists one that no command does, only the script will know."""
+    arguments = "--gpus=0", "--python", sys.executable, script
+    _, out, err = finished(*arguments, KERAS_BACKEND="mxnet")
+    assert err == (
+        "compat run: mxnet (KERAS_BACKEND=mxnet), CPU, unless the framework lists GPUs\n"
+        "compat run: CUDA_VISIBLE_DEVICES=0\n"
+        "compat run: --gpus 0 was asked for, but there is no GPU 0: no GPU is visible. Going on "
+        "with CPU, unless the framework lists GPUs.\n"
+        "compat run: --gpus 0 means the GPU with id 0; ids count from 0. Several are named one "
+        "by one, such as --gpus 0,1, and --gpus cpu means none.\n"
     )
 
 

@@ -58,17 +58,23 @@ def multi_gpu_model(
         number, ids = "gpus", list(range(gpus))
     else:
         raise errors.invalid_number_option("gpus", gpus)
+    whole = [i for i in ids if isinstance(i, int)]
+    count = max([2, len(ids)] + [i + 1 for i in whole])
+    simulated = (
+        f" On a machine with fewer, `compat run --simulate {count} script.py` lets {count} CPU "
+        "devices stand in for GPUs, on all backends but CNTK."
+    )
     if len(ids) < 2:  # in the words of keras/utils/multi_gpu_utils.py, which users search for
         raise errors.InvalidArgumentError(
             f"For multi-gpu usage to be effective, call `multi_gpu_model` with `{number} >= 2`. "
-            f"Received: `gpus={gpus}`"
+            f"Received: `gpus={gpus}`.{simulated}"
         )
     wanted = [f"/gpu:{i}" for i in ids]
     if not set(wanted) <= set(available):
         raise errors.InvalidArgumentError(
             f"To call `multi_gpu_model` with `gpus={gpus}`, we expect the following devices to be "
             f"available: {['/cpu:0'] + wanted}. However this machine only has: "
-            f"{['/cpu:0'] + available}. Try reducing `gpus`."
+            f"{['/cpu:0'] + available}. Try reducing `gpus`.{simulated}"
         )
     # An id that stands twice, two replicas on one GPU in Keras, is one here: the same numbers.
     chosen = [devices[i] for i in sorted(set(ids), key=ids.index)]

@@ -75,7 +75,7 @@ class Devices:
         if self.gpus:
             return "GPU " + ",".join(self.gpus)
         if self.undecided is not None and self.listed is None:
-            return "the GPUs that the framework lists"
+            return "CPU, unless the framework lists GPUs"
         return "CPU"
 
     def outcome(self) -> str:

@@ -14,6 +14,11 @@ from compat.testing import CASES, any_backend, initialise, largest_difference, o
 
 pytestmark = pytest.mark.row("multi_gpu_model and make_parallel")
 
+SIMULATED = (
+    "On a machine with fewer, `compat run --simulate {0} script.py` lets {0} CPU devices stand "
+    "in for GPUs, on all backends but CNTK."
+)
+
 
 def dense(keras):
     return initialise(CASES["dense"].build(keras))
@@ -100,7 +105,7 @@ def test_fewer_than_two(keras, gpus, name):
         compat.multi_gpu_model(dense(keras), gpus=gpus)
     assert str(caught.value) == (
         "For multi-gpu usage to be effective, call `multi_gpu_model` with `{} >= 2`. Received: "
-        "`gpus={}`".format(name, gpus)
+        "`gpus={}`. {}".format(name, gpus, SIMULATED.format(2))
     )
 
 
@@ -112,10 +117,11 @@ def test_invalid_devices(keras, gpus):
     ids = gpus if isinstance(gpus, list) else range(gpus)
     assert str(caught.value) == (
         "To call `multi_gpu_model` with `gpus={}`, we expect the following devices to be "
-        "available: {}. However this machine only has: {}. Try reducing `gpus`.".format(
+        "available: {}. However this machine only has: {}. Try reducing `gpus`. {}".format(
             gpus,
             ["/cpu:0"] + ["/gpu:{}".format(i) for i in ids],
             ["/cpu:0"] + ["/gpu:{}".format(i) for i in range(8)],
+            SIMULATED.format(max(ids) + 1),
         )
     )
 

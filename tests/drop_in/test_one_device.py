@@ -30,7 +30,8 @@ def test_arguments_are_checked_as_elsewhere(template):
         compat.multi_gpu_model(template, 1)
     assert str(caught.value) == (
         "For multi-gpu usage to be effective, call `multi_gpu_model` with `gpus >= 2`. Received: "
-        "`gpus=1`"
+        "`gpus=1`. On a machine with fewer, `compat run --simulate 2 script.py` lets 2 CPU devices "
+        "stand in for GPUs, on all backends but CNTK."
     )
     with pytest.raises(ValueError, match="we expect the following devices to be available"):
         compat.multi_gpu_model(template, 9)
