@@ -12,7 +12,8 @@ All types that compat passes to a backend, and those that it subclasses, are imp
 - ``Place`` and ``Job``: a process's place among the ranks; the ranks that a launcher is to start.
 - ``Engine``: the means by which ranks communicate. ``own_launcher`` makes the command of compat's
   own launcher, for frameworks that bring none.
-- ``Verification`` and ``Step``: a step on several devices compared with the same step on one.
+- ``Verification`` and ``Step``: a step on several devices compared with the same step on one;
+  ``Incomparable``: why it cannot be.
 - ``Operation``: an operation that a device has executed, for timelines.
 - ``UsageCheck``: compares the operations that a model's devices executed with counted batches.
 - ``count_batch``: to be called for each batch that the replicas, or a rank, have computed.
@@ -51,16 +52,17 @@ if TYPE_CHECKING:
     from ._runtime.operation_times import Operation
     from ._runtime.usage import UsageCheck
     from ._runtime.work import count as count_batch
-    from ._verification import Step, Verification
+    from ._verification import Incomparable, Step, Verification
 
 __all__ = ["Backend", "Job", "Memory", "Place", "Settings"]
-__all__ += ["Devices", "Engine", "Operation", "Step", "UsageCheck", "Verification"]
-__all__ += ["compare_ranks", "count_batch", "own_launcher"]
+__all__ += ["Devices", "Engine", "Incomparable", "Operation", "Step", "UsageCheck"]
+__all__ += ["Verification", "compare_ranks", "count_batch", "own_launcher"]
 
 # Imported on demand, so that ``import compat`` stays cheap.
 _LAZY = {
     "Devices": ("._configuration.device_choice", "Devices"),
     "Engine": ("._ranks.engines", "Engine"),
+    "Incomparable": ("._verification", "Incomparable"),
     "Operation": ("._runtime.operation_times", "Operation"),
     "Step": ("._verification", "Step"),
     "UsageCheck": ("._runtime.usage", "UsageCheck"),

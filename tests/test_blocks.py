@@ -24,7 +24,7 @@ from sources import ROOT
 
 import compat
 from compat import __main__, _rows, _verification
-from compat._commands import reported_script
+from compat._commands import reported_script, script_test
 from compat._commands.pytest_plugin import twins
 from compat._configuration import pip_extras, registry
 from compat._ranks.launch import watching
@@ -194,9 +194,24 @@ def _is_verdict(text):
     record.operations = dict.fromkeys(record.devices, (2, 3))
     lines = _verification.shown(record.as_dict())
     assert text.splitlines()[2 : 2 + len(lines)] == lines
-    source = inspect.getsource(__import__("compat._commands.script_test", fromlist=["run"]))
+    source = inspect.getsource(script_test)
     for line in ["The same on several devices.", "all ended well, with the same weights."]:
         assert line in text and line in source
+
+
+def _is_not_compared(text):
+    """Check the verdict on steps that cannot be compared."""
+    record = _verification.report.Record("net", ["cpu:0", "cpu:1", "cpu:2"])
+    record.steps.update(evaluate=1)
+    record.compared, record.largest = 13, (1.5e-07, "output 1")
+    record.operations = dict.fromkeys(record.devices, (2, 3))
+    for _ in range(3):
+        reason = _verification.normalized("layer", "bn", model=None)
+        record.note_uncompared("train", reason, 1)
+    records = [record.as_dict()]
+    assert records[0]["same"] is None
+    lines = _verification.shown(records[0]) + [script_test.verdict_on_devices(None, records)]
+    assert text.splitlines() == lines
 
 
 def _is_difference(text):
@@ -282,6 +297,7 @@ PRINTED = {
         "printed by the example in py311-tensorflow",
     ),
     "compat test: train.py": (_is_verdict, "compared with what compat test prints"),
+    "model 'net' on cpu:0": (_is_not_compared, "compared with what compat test prints"),
     "model 'sequential_2' trained": (
         _is_a_difference_of_twins,
         "compared with what the plugin for pytest says",

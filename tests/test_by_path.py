@@ -127,14 +127,14 @@ def test_script_behind_a_link_is_at_home_where_the_link_leads(folder, tmp_path):
 def test_test_names_it(folder, toy, capfd, monkeypatch):
     script = str(folder / "script.py")
     monkeypatch.setenv("PYTHONPATH", "")
-    assert not script_test.verify_script([script], None, None, 0, {})
+    assert script_test.verify_script([script], None, None, 0, False, {}) == 3
     out, err = capfd.readouterr()
     assert out == "my own\n[]\n\n" + "-" * 72 + (
         "\n"
         "compat test: script.py on 3 simulated devices of toy\n"
         "\n"
-        "Nothing was verified: the script ran no step of a model that compat.parallelize() was "
-        "given after compat.configure_gpu().\n"
+        "Nothing was verified: no step was seen of a model that compat.parallelize() was given "
+        "after compat.configure_gpu().\n"
         "Nothing was compared on several devices.\n"
     )
     assert "compat test: {}\n".format(errors.shadowed(script, folder / "compat.py")) in err

@@ -97,10 +97,11 @@ def test_test_needs_two_devices(number):
     [
         (["-n", "1", "x.py"], "'1' is not a number of ranks to compare: 2 or more, or 0 for none"),
         (["-n", "2"], "a script is needed, or -m and a module"),
+        (["--sync-batch-norm"], "a script is needed, or -m and a module"),
     ],
 )
 def test_test_as_ranks(arguments, said):
-    text = "compat test: error: argument -n: {}\n".format(said)
+    text = "compat test: error: argument {}: {}\n".format(arguments[0], said)
     assert refused("test", *arguments).endswith(text)
 
 
@@ -109,31 +110,31 @@ def test_test_of_a_module(monkeypatch):
 
     def run(*arguments):
         asked.append(arguments)
-        return True
+        return 3
 
     monkeypatch.setattr(script_test, "verify_script", run)
-    assert __main__.main(["test", "-n", "0", "-m", "package.train", "--epochs", "3"]) == 0
-    assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0, mock.ANY)]
+    assert __main__.main(["test", "-n", "0", "-m", "package.train", "--epochs", "3"]) == 3
+    assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0, False, mock.ANY)]
     assert name_of(asked[0][0]) == "package.train"
 
 
 def test_test_says_which_engine_of_ranks_is_to_be_installed(toy, tmp_path, monkeypatch, capfd):
-    """It is no failure of the script, unless ranks were asked for."""
+    """It is not a failure of the script, but then ranks were not compared."""
     script = tmp_path / "script.py"
     script.write_text("")
     monkeypatch.setattr(type(toy), "distribute", lambda self, model, place: model)
     launcher = lambda self, job: horovod.launcher(job, "mxnet")  # noqa: E731
     monkeypatch.setattr(type(toy), "launcher", launcher)
-    for asked, ranks in ((None, None), (2, {"size": 2, "status": None, "same": None})):
+    for asked in (None, 2):
         outcome = {}  # type: dict
-        script_test.verify_script([str(script)], None, None, asked, outcome)
-        assert outcome["ranks"] == ranks
+        assert script_test.verify_script([str(script)], None, None, asked, False, outcome) == 3
+        assert outcome["ranks"] == {"size": 2, "status": None, "same": None}
         assert capfd.readouterr().out.splitlines()[-1] == (
-            "Not run as 2 ranks. Ranks of mxnet train together through Horovod, which is not "
+            "NOT RUN as 2 ranks: Ranks of mxnet train together through Horovod, which is not "
             "installed. Build it where mxnet is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 pip "
             "install --no-build-isolation --no-cache-dir horovod==0.28.1 (that needs a C++ "
             "compiler, setuptools<60 and cmake<4). Or start the script without a launcher (compat "
-            "run without -n)."
+            "run without -n). -n 0 leaves ranks out."
         )
 
 
@@ -329,8 +330,10 @@ def test_help_says_what_the_exit_status_means():
         "processes running, which are named and ended."
     ) in here("machines", "--help")[1]
     assert (
-        "exit status: 0 the same, 1 something differs or nothing was compared, 2 wrong arguments "
-        "or no\nbackend."
+        "exit status: 0 the same, 1 something differs, only one device worked or the script "
+        "failed, 2 wrong\narguments or no backend, 3 nothing differs, but some training, test or "
+        "prediction steps were not\ncompared (batch normalization, dropout), or the script did "
+        "not run as ranks."
     ) in here("test", "--help")[1]
 
 

@@ -113,12 +113,12 @@ def test_a_script_that_trains_nothing(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import compat")
     assert command("test", script)[:2] == (
-        1,
+        3,
         "\n" + "-" * 72 + "\n"
         "compat test: train.py on 3 simulated devices of numpy\n"
         "\n"
-        "Nothing was verified: the script ran no step of a model that compat.parallelize() was "
-        "given after compat.configure_gpu().\n"
+        "Nothing was verified: no step was seen of a model that compat.parallelize() was given "
+        "after compat.configure_gpu().\n"
         "Nothing was compared on several devices.\n"
         "\n"
         "As 2 ranks: all ended well, but nothing was compared: they trained no model together.\n",
@@ -161,6 +161,67 @@ def test_a_script_is_verified_on_three_devices_and_then_as_two_ranks(
     assert ("The script ended with exit status 3.\n" in verdict) == bool(statuses[0])
     assert (ALL_WELL in verdict) == (not statuses[1])
     assert bool(NOT_WELL.search(verdict)) == bool(statuses[1])
+
+
+RANDOM = SCRIPT.replace(
+    "network = compat.parallelize(Network(8, 16, 4))",
+    """
+class Noisy(Network):
+    def gradients(self, inputs, targets):
+        loss, gradients = super().gradients(inputs, targets)
+        noise = [np.random.normal(0, each.std(), each.shape) for each in gradients]
+        return loss + np.random.uniform(), noise
+
+network = compat.parallelize(Noisy(8, 16, 4))""",
+)
+
+
+@pytest.mark.parametrize("predicts", [True, False])
+def test_a_step_that_is_random_is_not_called_the_same(tmp_path, predicts):
+    """Neither in the text nor in JSON, nor by the exit status."""
+    script = tmp_path / "train.py"
+    script.write_text(RANDOM if predicts else RANDOM.replace("network.predict(inputs)", ""))
+    status, out, err = command("test", "--json", "-n", "0", script)
+    outcome = json.loads(out)
+    (record,) = outcome["simulated"]["models"]
+    verdict = re.sub(r"\S+ of its size.*", "... of its size", err.partition("-" * 72)[2])
+    assert verdict == (
+        "\ncompat test: train.py on 3 simulated devices of numpy\n"
+        "\n"
+        "model 'Noisy' on cpu:0, cpu:1, cpu:2\n"
+        "  verified: {}\n"
+        "  largest difference: ... of its size\n"
+        "  products ran, forward + backward: cpu:0 2 + 3, cpu:1 2 + 3, cpu:2 2 + 3\n"
+        "  not compared: 3 training steps (it is random)\n"
+        "    compared instead: 3 values of the outputs in inference\n"
+        "NOT COMPARED on several devices: training steps. All else is the same.\n"
+    ).format("1 prediction step; 9 values" if predicts else "no step")
+    assert status == 3
+    assert outcome["same"] is outcome["simulated"]["same"] is record["same"] is None
+    assert record["steps"] == {"train": 0, "evaluate": 0, "predict": int(predicts)}
+
+
+REFUSED = """\
+import compat
+if compat.size() > 1:
+    {} compat.UnsupportedError("numpy cannot do this.")
+"""
+
+
+def test_ranks_that_compat_refuses_have_not_differed(tmp_path):
+    """An engine that is missing is found out by the ranks, too. Other errors: a script failed."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + REFUSED.format("raise"))
+    status, out, err = command("test", "--json", script)
+    outcome = json.loads(out)
+    assert err.endswith(
+        "The same on several devices.\n"
+        "\n"
+        "NOT RUN as 2 ranks: numpy cannot do this. -n 0 leaves ranks out.\n"
+        "This shows more: python -m compat run -n 2 --gpus cpu --backend numpy {}\n".format(script)
+    )
+    assert status == 3 and outcome["same"] is None and outcome["simulated"]["same"] is True
+    assert outcome["ranks"] == {"size": 2, "status": None, "same": None}
 
 
 def test_of_ranks_that_fail_the_error_is_told_and_no_traceback(tmp_path):

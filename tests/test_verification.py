@@ -10,7 +10,8 @@ from conftest import refusal
 import compat
 from compat import _keras, _verification
 from compat._configuration.settings import Every, parse_verify, simulated_from_outside
-from compat._verification import inputs_perturbed, keras_steps
+from compat._runtime import synchronized
+from compat._verification import inputs_perturbed, keras_steps, reasons
 
 
 def test_layers_are_not_asked_for_variables_where_none_has_moved():
@@ -20,8 +21,16 @@ def test_layers_are_not_asked_for_variables_where_none_has_moved():
     assert keras_steps.trained_layers([layer], False) == []
 
 
+NORMALIZED = reasons.Incomparable(
+    "layer 'bn' normalizes each device's rows by their own statistics",
+    "pass sync_batch_norm=True (or --sync-batch-norm)",
+)
+
+
 class Regression(_verification.Step):
     """One step of linear regression; ``fault`` changes what several devices make of it."""
+
+    rates = {}  # type: dict
 
     def __init__(self, fault=None, noise=0.0, dtype="float32", by_design=None, rows=61):
         generator = np.random.RandomState(0)
@@ -40,6 +49,9 @@ class Regression(_verification.Step):
 
     def by_design(self, inference, changed):
         return None if inference else self.why
+
+    def random_rates(self):
+        return self.rates
 
     def read(self):
         return dict(self.values)
@@ -184,21 +196,90 @@ def test_a_difference_is_an_error_that_names_it(fault, difference, cause):
 
 
 @pytest.mark.parametrize(
-    "step, why",
+    "step, rates, text, remedy",
     [
-        (Regression(noise=0.1), "it is random"),
+        (Regression(noise=0.1), {}, "it is random", ""),
         (
-            Regression(scaled(2.0), by_design="layer 'bn' normalises by itself"),
-            "layer 'bn' normalises by itself",
+            Regression(noise=0.1),
+            {"drop": "rate"},
+            "layer 'drop' draws random numbers",
+            "set the rate of 'drop' to 0",
+        ),
+        (
+            Regression(noise=0.1),
+            dict.fromkeys("abcde", "rate"),
+            "layers 'a', 'b', 'c' and 2 more draw random numbers",
+            "set the rates of these layers to 0",
+        ),
+        (Regression(scaled(2.0), by_design=NORMALIZED), {}, NORMALIZED.text, NORMALIZED.remedy),
+        (
+            Regression(scaled(2.0), by_design=NORMALIZED),
+            {"drop": "rate"},
+            NORMALIZED.text + "; layer 'drop' draws random numbers",
+            NORMALIZED.remedy + " and set the rate of 'drop' to 0",
         ),
     ],
-    ids=["random", "by design"],
+    ids=["random", "dropout", "dropouts", "by design", "both"],
 )
-def test_what_is_no_fault_is_compared_in_inference(step, why):
+def test_what_is_no_fault_is_compared_in_inference(step, rates, text, remedy):
+    """Such a step is not one that was verified."""
+    step.rates = rates
     verification, _ = verify(step)
+    record = verification.record
     assert step.inferred == [True, True, False]
-    assert verification.record.incomparable == {"the train step": why}
-    assert verification.record.compared == 1
+    assert not any(record.steps.values()) and record.compared == 0 and not record.incomparable
+    assert record.uncompared == {
+        "train": {"steps": 1, "reason": text, "remedy": remedy, "instead": 1}
+    }
+    assert _verification.same(record.as_dict()) is None
+    verification.verify("predict", Regression())
+    assert _verification.same(record.as_dict()) is None
+    lines = _verification.shown(record.as_dict())
+    assert lines[1] == "  verified: 1 prediction step; 3 values"
+    assert lines[3:] == [
+        "  not compared: 1 training step ({})".format(text),
+        "    compared instead: 1 value of the outputs in inference",
+    ] + ["    to compare it: " + remedy] * bool(remedy)
+
+
+def test_layers_that_draw_random_numbers():
+    class Dropout:
+        rate = 0.5
+
+    class Off:
+        rate = 0.0
+
+    class SpatialDropout(Dropout):
+        pass
+
+    class GaussianNoise:
+        stddev = 0.1
+
+    class Recurrent:
+        rate, dropout, recurrent_dropout = 1.0, 0.0, 0.2
+
+    class Gluon(Dropout):
+        rate, _rate = None, 0.3
+
+    kinds = Dropout, Off, SpatialDropout, GaussianNoise, Recurrent, Gluon
+    named = [(kind.__name__.lower(), kind()) for kind in kinds] + [("", Dropout())]
+    assert reasons.rates(named) == {
+        "dropout": "rate",
+        "spatialdropout": "rate",
+        "gaussiannoise": "stddev",
+        "recurrent": "recurrent_dropout",
+        "gluon": "rate",
+        "Dropout": "rate",
+    }
+
+
+def test_batch_normalization_that_is_asked_to_synchronize_has_no_remedy():
+    model = types.SimpleNamespace()
+    text = "layer 'bn' normalizes each device's rows by their own statistics"
+    remedy = "pass sync_batch_norm=True (or --sync-batch-norm)"
+    assert reasons.normalized("layer", "bn", model) == (text, remedy)
+    synchronized.ask(model, True)
+    assert reasons.normalized("layer", "bn", model) == (text, "")
 
 
 @pytest.mark.parametrize("noise", [0.3, 1e-3])  # also where the loss hardly shows it
@@ -242,21 +323,30 @@ def test_a_difference_in_inference_is_found_although_training_is_random(monkeypa
         (
             Regression(scaled(2.0)),
             lambda is_unsplit: {"output 1": np.ones(3) * is_unsplit},
-            "layer 'bn' trains",
+            NORMALIZED,
         ),
     ],
     ids=["no outputs", "outputs that differ by design"],
 )
 def test_nothing_compared_is_a_warning(monkeypatch, step, outputs, why):
     monkeypatch.setattr(step, "outputs", outputs)
-    if why != "it is random":
-        monkeypatch.setattr(step, "by_design", lambda inference, changed: why)
+    remedy = ""
+    if why is NORMALIZED:
+        monkeypatch.setattr(step, "by_design", lambda inference, changed: NORMALIZED)
+        why, remedy = why.text, " To compare it, pass sync_batch_norm=True (or --sync-batch-norm)."
     with pytest.warns(compat.CompatWarning) as caught:
-        verify(step)
+        verification, _ = verify(step)
     assert [str(warning.message) for warning in caught] == [
-        "compat could not verify the train step of model 'model': {}, and its outputs in inference "
-        "cannot be compared either. Nothing was compared.".format(why)
+        "compat could not verify a training step of model 'model': {}, and its outputs in "
+        "inference cannot be compared either. Nothing was compared.{}".format(why, remedy)
     ]
+    record = verification.record.as_dict()
+    assert record["same"] is None
+    assert _verification.shown(record)[1:3] == [
+        "  verified: no step",
+        "  not compared: 1 training step ({})".format(why),
+    ]
+    assert _verification.shown(record)[3] == "    compared instead: nothing"
 
 
 class Fits(Regression):
@@ -275,7 +365,7 @@ class Fits(Regression):
 def test_no_float_is_exact():
     """What is zero on one device may be rounding on several."""
     verification, _ = verify(Fits())
-    assert verification.record.steps["train"] == 1
+    assert verification.record.seen("train") == 1
 
     class Off(Fits):
         def _do(self, parts):
@@ -356,7 +446,7 @@ class Normalising(Regression):
 def test_a_constant_column_that_is_normalised_is_no_difference(step):
     """Whole numbers are off as well then, each by itself: one of them may be a mask."""
     verification, _ = verify(step)
-    assert verification.record.steps["train"] == 1
+    assert verification.record.seen("train") == 1
 
 
 def test_a_number_that_decides_what_a_step_does_hides_no_difference():
@@ -397,7 +487,7 @@ def test_a_step_that_amplifies_rounding_is_not_called_random():
             return results
 
     verification, _ = verify(Noisy())
-    assert verification.record.incomparable["the train step"] == "it amplifies rounding too far"
+    assert verification.record.uncompared["train"]["reason"] == "it amplifies rounding too far"
 
 
 def test_whole_numbers_are_not_moved():
@@ -491,14 +581,16 @@ def test_record_for_a_person():
         "  only 1 of its devices worked",
         "  not compared: metric 0, metric 1, metric 2 and 2 more (one device does not repeat it)",
     ]
-    assert not _verification.is_good(record.as_dict())
+    assert _verification.same(record.as_dict()) is False
     record.operations["cpu:1"] = (2, 3)
-    assert _verification.is_good(record.as_dict())
+    assert _verification.same(record.as_dict()) is True
     record.operations = dict.fromkeys(record.devices, (0, 0))
     assert "  no products were seen on any device" in _verification.shown(record.as_dict())
-    assert _verification.is_good(record.as_dict())
+    assert record.as_dict()["same"] is True
+    record.note_uncompared("train", NORMALIZED, 0)  # others were
+    assert record.as_dict()["same"] is True
     record.failure = "it differs"
-    assert not _verification.is_good(record.as_dict())
+    assert record.as_dict()["same"] is False
     assert _verification.shown(record.as_dict())[-1] == "  it differs"
 
 

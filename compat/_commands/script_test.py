@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any, Dict, List, Optional
 
 from .. import _ranks, _verification, errors
 from .._configuration import detection
+from .._configuration.settings import listed
 from .._ranks import nesting
 from .._ranks.launch import output
 from .._runtime import by_path
@@ -23,12 +25,13 @@ RANKS = 2
 STEPS = 3
 # Seconds that an interrupted script has to save something, say, before it is killed.
 GRACE = 5.0
-#: By whether they are the same; None: nothing was compared.
-VERDICTS = {
-    True: "The same on several devices.",
-    False: "NOT the same on several devices.",
-    None: "Nothing was compared on several devices.",
-}
+#: Exit statuses: several devices do the same as one; they do not, or the script failed; or nothing
+#: differs, but not everything was compared.
+SAME, DIFFERS, NOT_COMPARED = 0, 1, 3
+# Errors by which compat refuses a rank: the ranks have not trained.
+_REFUSALS = re.compile(
+    r"compat\.errors\.(?:NotInstalledError|BrokenInstallError|UnsupportedError): (.+)"
+)
 
 
 def verify_script(
@@ -36,8 +39,9 @@ def verify_script(
     devices: Optional[int],
     backend: Optional[str],
     ranks: Optional[int],
+    synchronizes: bool,
     outcome: Dict[str, Any],
-) -> bool:
+) -> int:
     """Run a script as it is, twice, and print a verdict.
 
     Arguments:
@@ -45,12 +49,13 @@ def verify_script(
         devices: how many simulated ones; None: 3.
         backend: its name; None: the one that Keras would use.
         ranks: as how many ranks the second time; None: 2; 0: not at all.
+        synchronizes: whether batch normalization uses the whole batch's statistics.
         outcome: a dictionary for the results that are printed.
 
     Returns:
-        Whether several devices did the same as one, and ranks stayed the same, wherever that could
-        be compared. False, too, where nothing was compared, where the script failed, or where
-        ``ranks`` were requested and their engine is not installed.
+        The exit status: ``SAME`` if several devices did the same as one, and ranks stayed the same;
+        ``DIFFERS`` if not, or if the script failed; ``NOT_COMPARED`` if nothing differed where not
+        everything was compared, or the script did not run as ranks, such as without their engine.
 
     Raises:
         InvalidArgumentError: there is no such script, or it is a notebook.
@@ -65,6 +70,8 @@ def verify_script(
     environ = nesting.set_aside(os.environ)[0]  # the simulated devices are those of one process
     environ.update(COMPAT_VERIFY=str(STEPS), PYTHONPATH=path, **chosen.recording)
     environ.update(detection.keras_variable(chosen, os.environ))
+    if synchronizes:
+        environ["COMPAT_SYNC_BATCH_NORM"] = "1"
     name = name_of(script)
     other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
     if other:
@@ -76,15 +83,15 @@ def verify_script(
         size = RANKS if ranks is None else ranks
         missing = _missing_engine(chosen, size, environ) if size and has_ranks else None
         if missing:
-            lines += ["", f"Not run as {size} ranks. {missing}"]
-            outcome["ranks"] = ranks and {"size": size, "status": None, "same": None}
+            lines += ["", _refused(size, missing, outcome)]
         elif size and has_ranks:
             lines += [""] + _as_ranks(script, environ, chosen, size, outcome, folder)
     runs = [run for run in (outcome["simulated"], outcome["ranks"]) if run]
-    results = [run["same"] for run in runs]
-    outcome["same"] = next((same for same in (False, None) if same in results), True)
+    outcome["same"] = _joined([run["same"] for run in runs])
     print("\n".join(["", "-" * 72] + lines), flush=True)
-    return bool(outcome["same"]) and not any(run["status"] for run in runs)
+    if outcome["same"] is False or any(run["status"] for run in runs):
+        return DIFFERS
+    return SAME if outcome["same"] else NOT_COMPARED
 
 
 def _on_replicas(script, environ, chosen, devices, outcome, folder):
@@ -97,19 +104,40 @@ def _on_replicas(script, environ, chosen, devices, outcome, folder):
     script_name = os.path.basename(outcome["script"])
     lines = [f"compat test: {script_name} on {devices} simulated devices of {chosen.name}", ""]
     lines += sum(map(_verification.shown, records), [])
-    same: Optional[bool] = all(map(_verification.is_good, records))
-    failed = any(record["failure"] for record in records)
-    if not failed and not any(sum(record["steps"].values()) for record in records):
-        same = None
+    if not records:
         lines.append(
-            "Nothing was verified: the script ran no step of a model that compat.parallelize() "
-            "was given after compat.configure_gpu()."
+            "Nothing was verified: no step was seen of a model that compat.parallelize() was given "
+            "after compat.configure_gpu()."
         )
-    if status and not failed:
+    if status and not any(record["failure"] for record in records):
         lines.append(f"The script ended with exit status {status}.")
+    verdicts = [record["same"] for record in records] or [None]
+    same = _joined(verdicts)
     outcome["simulated"] = {"devices": devices, "status": status, "models": records, "same": same}
-    lines.append(VERDICTS[same])
-    return lines
+    return lines + [verdict_on_devices(same, records)]
+
+
+def _joined(verdicts):
+    """Return whether all are the same; None: not all were compared, and of the others all are."""
+    return next((verdict for verdict in (False, None) if verdict in verdicts), True)
+
+
+def verdict_on_devices(same: Optional[bool], records: List[Any]) -> str:
+    """Return a line on all models that were verified on several devices."""
+    kinds = list(dict.fromkeys(kind for each in records for kind in _verification.uncompared(each)))
+    if same is None and any(map(_verification.compared_values, records)):
+        return f"NOT COMPARED on several devices: {listed(kinds)}. All else is the same."
+    return {
+        True: "The same on several devices.",
+        False: "NOT the same on several devices.",
+        None: "Nothing was compared on several devices.",
+    }[same]
+
+
+def _refused(size, why, outcome):
+    """Note in the outcome that a script did not run as ranks, and return a line that says so."""
+    outcome["ranks"] = {"size": size, "status": None, "same": None}
+    return f"NOT RUN as {size} ranks: {why} -n 0 leaves ranks out."
 
 
 def _missing_engine(chosen, ranks, environ):
@@ -138,8 +166,12 @@ def _as_ranks(script, environ, chosen, ranks, outcome, folder):
     outcome["ranks"] = {"size": ranks, "status": status, "same": same}
     if status:
         shown = " ".join(map(shlex.quote, ["python", "-m", "compat"] + options + script))
-        verdict = f"NOT well, exit status {status}: {_last_error(printed.splitlines())}"
-        return [f"As {ranks} ranks: {verdict}", f"This shows more: {shown}"]
+        error = _last_error(printed.splitlines())
+        line = f"As {ranks} ranks: NOT well, exit status {status}: {error}"
+        refusal = _REFUSALS.match(error)
+        if refusal and not is_scripts:
+            line = _refused(ranks, refusal.group(1), outcome)
+        return [line, f"This shows more: {shown}"]
     print(printed, end="", file=sys.stderr, flush=True)
     if not compared:
         verdict = "all ended well, but nothing was compared: they trained no model together."

@@ -4,10 +4,11 @@ compare step by step. CPU devices stand in if there are too few GPUs.
 
 With a script: run it as it is on simulated devices, whatever it asks for, where the first steps of
 each parallelized model are also done on one device and compared; then, where the backend has them,
-as ranks. A verdict at the end says what was verified and what could not be.
+as ranks. A verdict at the end says what was compared and what was not.
 
-exit status: 0 the same, 1 something differs or nothing was compared, 2 wrong arguments or no
-backend."""
+exit status: 0 the same, 1 something differs, only one device worked or the script failed, 2 wrong
+arguments or no backend, 3 nothing differs, but some training, test or prediction steps were not
+compared (batch normalization, dropout), or the script did not run as ranks."""
 
 import argparse
 import contextlib
@@ -37,6 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "of a script: as so many ranks the second time (default: 2; 0: not at all)"
     ranks = number("ranks to compare: 2 or more, or 0 for none", 2, others=[0])
     parser.add_argument("-n", dest="ranks", type=ranks, metavar="N", help=text)
+    text = "of a script: batch normalization uses the statistics of the whole batch, so that its "
+    text += "training steps are compared, too"
+    parser.add_argument("--sync-batch-norm", action="store_true", help=text)
     text = "print the outcome as one JSON object, and all else to stderr"
     parser.add_argument("--json", action="store_true", help=text)
     text = "show no line about work that takes long"
@@ -49,11 +53,14 @@ def execute(arguments: argparse.Namespace) -> int:
     script = script_of(arguments)
     if arguments.ranks is not None and not script:
         arguments.parser.error("argument -n: a script is needed, or -m and a module")
+    if arguments.sync_batch_norm and not script:
+        arguments.parser.error("argument --sync-batch-norm: a script is needed, or -m and a module")
     options = arguments.devices, arguments.backend
     with _outcome(arguments.json) as outcome:
         if not script:
             return not device_comparison.compare_devices(*options, arguments.simulate, outcome)
-        return not script_test.verify_script(script, *options, arguments.ranks, outcome)
+        ranks, synchronizes = arguments.ranks, arguments.sync_batch_norm
+        return script_test.verify_script(script, *options, ranks, synchronizes, outcome)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import (
 )
 
 from .. import _keras
-from . import keras_steps, steps
+from . import keras_steps, reasons, steps
 from .verification import Verification, suspended
 
 
@@ -180,14 +180,17 @@ class Keras2Step(ArraysStep):
             variables[f"{label} [{place}]" if label in variables else label] = variable
         return variables
 
-    def by_design(self, inference: bool, changed: "Collection[str]") -> "Optional[str]":
+    def by_design(
+        self, inference: bool, changed: "Collection[str]"
+    ) -> "Optional[reasons.Incomparable]":
         layers = _keras.all_layers_of_keras2(self.model)
         phase = self.keras.backend.learning_phase()
         always = (isinstance(phase, int) and phase == 1) or any(map(_is_called_in_training, layers))
         if not always:
             training = self.kind == "train" and not inference
             layers = keras_steps.trained_layers(layers, training, frozen=True)
-        return keras_steps.normalised([x for x in layers if not self.is_synchronized(x)])
+        layers = [layer for layer in layers if not self.is_synchronized(layer)]
+        return keras_steps.normalized(layers, self.model)
 
     def is_synchronized(self, layer: "Any") -> bool:
         """Return whether batch normalization, if it is that, has the whole batch's statistics."""

@@ -23,7 +23,7 @@ from typing import (
 from .. import _keras, errors
 from .._rows.splitting import unsplit
 from .._runtime import patching
-from . import steps
+from . import reasons, steps
 from .verification import Verification, random_numbers, suspended
 
 # Kind of step -> the attribute that keeps its function.
@@ -216,6 +216,10 @@ class FunctionStep(steps.Step):
         self.model = function.model
         self.kind = method.kind
 
+    def random_rates(self) -> "Dict[str, str]":
+        layers = _keras.layers_within(self.model)
+        return reasons.rates((layer.name, layer) for layer in layers)
+
     def taken(self) -> "Any":
         """Return the argument of a function."""
         return self.data
@@ -255,12 +259,15 @@ class KerasStep(FunctionStep):
             dtypes |= {result_type(dtype, "float32") for dtype in dtypes if "float" in dtype}
         self.dtype = coarsest(dtypes)
 
-    def by_design(self, inference: bool, changed: "Collection[str]") -> "Optional[str]":
+    def by_design(
+        self, inference: bool, changed: "Collection[str]"
+    ) -> "Optional[reasons.Incomparable]":
         training = self.kind == "train" and not inference
         labelled = self.labelled()
         moved = [labelled[label] for label in changed if label in labelled]
         layers = trained_layers(_keras.all_layers(self.model), training, moved)
-        return normalised([each for each in layers if not self.is_synchronized(each)])
+        layers = [each for each in layers if not self.is_synchronized(each)]
+        return normalized(layers, self.model)
 
     def is_synchronized(self, layer: "Any") -> bool:
         """Return whether a layer normalizes by the whole batch, if it is batch normalization."""
@@ -380,11 +387,11 @@ def trained_layers(
 _BY_REPLICA = ("BatchNormalization", "BatchNormalizationBase", "BatchNormalizationV1")
 
 
-def normalised(layers: "Iterable[Any]") -> "Optional[str]":
-    """Return why a step in which these layers train differs by design, or None."""
+def normalized(layers: "Iterable[Any]", model: "Any") -> "Optional[reasons.Incomparable]":
+    """Return why a step of a model, in which these layers train, differs by design, or None."""
     for layer in layers:
         if any(c.__name__ in _BY_REPLICA for c in type(layer).__mro__):
-            return steps.NORMALISED.format("layer", layer.name)
+            return reasons.normalized("layer", layer.name, model)
     return None
 
 

@@ -16,12 +16,10 @@ from typing import (
 )
 
 from .._runtime import containers
+from .reasons import Incomparable
 
 #: Values of a step by label: arrays.
 Values = Mapping[str, Any]
-
-#: Why batch normalization differs by design; of a layer, say, and its name.
-NORMALISED = "{} {!r} normalises each replica's rows by their own statistics"
 
 
 def numbered(outputs: "Iterable[Any]") -> "Dict[str, Any]":
@@ -42,6 +40,8 @@ class Step:
     input_attributes: "Tuple[str, ...]" = ()
     #: ``attributes()`` before the step.
     start_attributes: "Optional[Attributes]" = None
+    #: What the framework calls a part of a model.
+    part = "layer"
 
     def read(self) -> "Dict[str, Any]":
         """Return all values that the step may change, by label, as arrays."""
@@ -55,7 +55,7 @@ class Step:
         """Leave the model with values, where the step's caller will get an error."""
         self.write(values)
 
-    def by_design(self, inference: bool, changed: "Collection[str]") -> "Optional[str]":
+    def by_design(self, inference: bool, changed: "Collection[str]") -> "Optional[Incomparable]":
         """Return why several devices differ from one by design (batch normalization), or None.
 
         Arguments:
@@ -63,6 +63,10 @@ class Step:
             changed: the labels of ``read()`` whose values the step changed on one device.
         """
         return None
+
+    def random_rates(self) -> "Dict[str, str]":
+        """Return the parts of the model that draw random numbers: see ``reasons.rates``."""
+        return {}
 
     def is_weight(self, label: str) -> bool:
         """Return whether this is a value of floats that a gradient changes."""

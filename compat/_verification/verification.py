@@ -20,6 +20,7 @@ from typing import (
     Optional,
     Sequence,
     Set,
+    Tuple,
     Union,
 )
 
@@ -29,6 +30,7 @@ from .._runtime import patching, progress, work
 from .._runtime.on_demand import numpy as np
 from .._runtime.process import process
 from .._runtime.within import Within
+from . import reasons
 from .comparison import EPS, Comparison, are_near, cause_of, is_random
 from .report import STEPS, Record
 from .steps import Step, Values
@@ -106,26 +108,33 @@ class Verification:
         with runs.undone_on_error():
             with suspended, self.shown(kind):
                 runs.do()
-                self._compare(kind, runs)
+                uncompared = self._compare(kind, runs)
                 if process.records_operations and kind == "train" and not self.record.operations:
                     step.write(runs.start)
                     with _aside(step):
                         self.record.operations = step.operations()
             runs.leave_that_on_all_devices()
-        self.record.steps[kind] += 1
+        if uncompared is None:
+            self.record.steps[kind] += 1
+        else:
+            self.record.note_uncompared(kind, *uncompared)
         if kind == "train":  # what evaluates and predicts next may have kept the weights of before
             self.left.update(evaluate=1, predict=1)
         return step.finish(runs.returned, runs.start)
 
-    def _compare(self, kind: str, runs: "_Runs") -> None:
+    def _compare(self, kind: str, runs: "_Runs") -> "Optional[Tuple[reasons.Incomparable, int]]":
         """Compare the step on all devices with that on one; or, failing that, in inference.
+
+        Returns:
+            None if the step was compared; else why not, and how many values of the model's outputs
+            in inference were compared instead.
 
         Raises:
             ResultsDifferError: they differ.
         """
         step = runs.step
-        why = step.by_design(False, _changed(runs.start, runs.on_one))
-        if why is None:
+        reason = step.by_design(False, _changed(runs.start, runs.on_one))
+        if reason is None:
             comparison = _compared(
                 step, runs.start, runs.on_one, [runs.again()], runs.on_all, runs.again
             )
@@ -133,30 +142,42 @@ class Verification:
                 raise self._difference(kind, step, runs.start, comparison)
             if not comparison.compared_nothing():
                 self._note(comparison)
-                return
+                self.record.compared += comparison.compared
+                return None
             is_noise = is_random(step.dtype, runs.on_one, runs.again(None))
-            why = "it is random" if is_noise else "it amplifies rounding too far"
+            random = reasons.random(step.part, step.random_rates())
+            reason = random if is_noise else reasons.AMPLIFIED
+        elif step.random_rates():
+            reason = reasons.both(reason, reasons.random(step.part, step.random_rates()))
         with _aside(step):
-            self._compare_in_inference(kind, step, runs.start, why)
+            return reason, self._compare_in_inference(kind, step, runs.start, reason)
 
     def _note(self, comparison: "Comparison") -> None:
-        self.record.compared += comparison.compared
         self.record.largest = max(self.record.largest, comparison.largest)
         self.record.incomparable.update(comparison.incomparable)
 
-    def _compare_in_inference(self, kind: str, step: "Step", start: "Values", why: str) -> None:
-        """Compare the model's outputs in inference, where nothing is random."""
+    def _compare_in_inference(
+        self, kind: str, step: "Step", start: "Values", reason: "reasons.Incomparable"
+    ) -> int:
+        """Compare the model's outputs in inference, where nothing is random.
+
+        Returns:
+            How many values were compared.
+        """
         outputs = self._inferred(step, start)
         if outputs is not None:
             if outputs.differing:
                 raise self._difference(kind, step, start, outputs)
             self._note(outputs)
-        self.record.incomparable[f"the {kind} step"] = why
-        if outputs is None or outputs.compared_nothing():
-            errors.warn(
-                f"compat could not verify the {kind} step of model {self.record.model!r}: {why}, "
-                "and its outputs in inference cannot be compared either. Nothing was compared."
-            )
+        if outputs is not None and not outputs.compared_nothing():
+            return outputs.compared
+        remedy = f" To compare it, {reason.remedy}." if reason.remedy else ""
+        errors.warn(
+            f"compat could not verify a {STEPS[kind]} step of model {self.record.model!r}: "
+            f"{reason.text}, and its outputs in inference cannot be compared either. Nothing was "
+            f"compared.{remedy}"
+        )
+        return 0
 
     def _inferred(self, step: "Step", start: "Values") -> "Optional[Comparison]":
         """Return the comparison of the model's outputs in inference; None if it has none."""

@@ -23,7 +23,7 @@ from .arrays import leaves, like, mapped
 from .custom_gradients import gradients_kept
 from .profiler import products
 from .side_effects import BlockState
-from .state import parameters_of
+from .state import blocks, parameters_of
 from .synchronization import wait_for_updates
 
 # The replicas' name for each kind of step.
@@ -35,7 +35,7 @@ class _MXNetStep(keras2.ArraysStep):
         is_synchronized = synchronized.is_asked(self.model)
         training = self.kind == "train" and not inference and not is_synchronized
         layers = _keras.all_layers_of_keras2(self.model)
-        return keras_steps.normalised(layers) if training else None
+        return keras_steps.normalized(layers, self.model) if training else None
 
     def _arrays(self):
         """Return the arrays of weights and auxiliary states in Keras' hands, by label."""
@@ -87,6 +87,7 @@ class BlockCall(_verification.Step):
     """A call of a block that runs on several contexts, for ``native.BlockReplicas``."""
 
     input_attributes = ("args",)
+    part = "block"
 
     def __init__(self, replicas, args):
         self.replicas = replicas
@@ -108,7 +109,10 @@ class BlockCall(_verification.Step):
         # Operations of a traced block are known once it has run on all contexts.
         if not self.replicas.normalized_apart():
             return None
-        return _verification.NORMALISED.format("block", self.block.name)
+        return _verification.normalized(self.part, self.block.name, self.block)
+
+    def random_rates(self):
+        return _verification.rates((block.name, block) for block in blocks(self.block))
 
     def attributes(self):
         return BlockState(self.block)

@@ -186,11 +186,19 @@ class VerifiedCall(_verification.Step):
         return Snapshot(numbers, self.model, function)
 
     def by_design(self, inference, changed):
-        parts = [*getattr(self.model, "submodules", ()), self.model, *held(self.model)]
-        layers = [part for part in parts if hasattr(part, "moving_mean")]
+        layers = [part for part in self._parts() if hasattr(part, "moving_mean")]
+        synchronized = list(map(id, batch_norm.requested(self.model, layers)))
+        layers = [layer for layer in layers if id(layer) not in synchronized]
         moved = [self.variables[label] for label in changed if label in self.variables]
         training = self.is_recording and not inference
-        return keras_steps.normalised(keras_steps.trained_layers(layers, training, moved))
+        trained = keras_steps.trained_layers(layers, training, moved)
+        return keras_steps.normalized(trained, self.model)
+
+    def random_rates(self):
+        return _verification.rates((getattr(p, "name", ""), p) for p in self._parts())
+
+    def _parts(self):
+        return [*getattr(self.model, "submodules", ()), self.model, *held(self.model)]
 
     def _found(self):
         """Return the model's variables, and all others that the call reads or sets, by label."""

@@ -68,6 +68,7 @@ class _StepOfModule(_verification.Step):
 
 class _ModuleCall(RandomStep, _StepOfModule):
     input_attributes = ("leaves",)
+    part = "module"
 
     def __init__(self, module, forward, args, kwargs):
         super().__init__()
@@ -92,8 +93,13 @@ class _ModuleCall(RandomStep, _StepOfModule):
             is_normalising = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
             is_normalising = is_normalising and not (is_asked or synchronized.asks(part))
             if is_normalising and (part.running_mean is None or part.training and not inference):
-                return _verification.NORMALISED.format("module", name or type(part).__name__)
+                return _verification.normalized(self.part, name or type(part).__name__, self.module)
         return None
+
+    def random_rates(self):
+        """Return the rates of modules in training that draw random numbers."""
+        named = self.module.named_modules()
+        return _verification.rates((name, part) for name, part in named if part.training)
 
     def give_up(self, values):
         """Restore the state, arguments and hooks."""

@@ -157,7 +157,7 @@ class Twins:
                 f"compat_twins: no step of model {record.model!r} was seen, so it is not known "
                 "which devices worked."
             )
-        elif not _verification.is_good(record.as_dict()):
+        elif _verification.same(record.as_dict()) is False:
             pytest.fail(self._text("did not run on all devices", []))
         return results
 

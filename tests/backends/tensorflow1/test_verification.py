@@ -128,7 +128,7 @@ def test_a_metric_with_state_is_compared_from_where_it_was(keras):
     model.compile("sgd", "mse", metrics=[metric])
     record = verified(backend, model, 3)
     model.fit(inputs, targets, batch_size=8, epochs=1, shuffle=False, verbose=0)
-    assert record.steps["train"] == 3
+    assert record.seen("train") == 3
     count = model.evaluate(inputs, targets, batch_size=8, verbose=0)[-1]
     assert count == np.sum(model.predict(inputs) > 0)
 

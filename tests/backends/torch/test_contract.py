@@ -97,8 +97,11 @@ class TestTorch(KerasParts):
         model.compile("sgd", "mse")
         record = self.verified(model)
         model.train_on_batch(*CASES["dense"].data(45))
-        assert record.incomparable == {
-            "the train step": "layer 'bn' normalises each replica's rows by their own statistics"
+        assert record.steps["train"] == 0 and record.uncompared["train"] == {
+            "steps": 1,
+            "reason": "layer 'bn' normalizes each device's rows by their own statistics",
+            "remedy": "pass sync_batch_norm=True (or --sync-batch-norm)",
+            "instead": 1,
         }
 
     def test_parts_of_a_model_cannot_be_placed(self, keras):

@@ -130,11 +130,19 @@ class TestModule:
         assert sorted(counts) == devices[: rows // 2 if rows > 3 else 1]
 
     def test_verification_tells_why_batch_normalization_is_not_compared(self, devices):
-        module = compat.parallelize(network())
+        """Dropout, which is named as well, would still make it random with the remedy of that."""
+        module = network()
+        module.add_module("drop", torch.nn.Dropout(0.5))
+        compat.parallelize(module)
         record = verified(registry.load("torch"), module)
         train(module, steps=1)
-        assert record.incomparable == {
-            "the train step": "module '2' normalises each replica's rows by their own statistics"
+        assert record.steps["train"] == 0 and record.uncompared["train"] == {
+            "steps": 1,
+            "reason": "module '2' normalizes each device's rows by their own statistics; module "
+            "'drop' draws random numbers",
+            "remedy": "pass sync_batch_norm=True (or --sync-batch-norm) and set the p of 'drop' "
+            "to 0",
+            "instead": 1,
         }
 
     def test_no_gradient_where_none_is_wanted(self, devices):
