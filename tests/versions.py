@@ -8,7 +8,7 @@ ranks without a library of its own. The environment is removed; what came of the
 .tox/versions, as JSON and as the log of all commands; ``--table`` makes it a line of the table.
 
     TEXT        only pairs whose extra, Python or requirements contain all these texts
-    --edges     only the oldest and newest pairs, as in CI
+    --edges     only the oldest and newest pairs, each with one of the examples in turn, as in CI
     --jobs N    run N pairs at a time (default: one for each two cores)
     --keep      keep the environments
     --table     run nothing; write the table, with the results of earlier runs that are there
@@ -241,16 +241,16 @@ def name_of(pair):
     return re.sub(r"[^\w.]+", "-", name + ("" if pair.keras else " tf.keras"))
 
 
-def result_of(pair, keep=False):
+def result_of(pair, examples=EXAMPLES, keep=False):
     """Run a pair; return what came of it, as it is written to its JSON file."""
     began = time.time()
     environment = Environment(pair)
     error = environment.install()
     result = {"faults": {} if error is None else {"installation": error.splitlines()[-1]}}
-    result["refused"] = {}
+    result.update(refused={}, examples=list(examples))
     if error is None:
         result["tests"], result["faults"] = environment.contract()
-        reasons = {"examples/{}.py".format(name): environment.example(name) for name in EXAMPLES}
+        reasons = {"examples/{}.py".format(name): environment.example(name) for name in examples}
         if pip_extras.BACKENDS[pair.extra] in RANKS:
             reasons["two ranks"] = environment.ranks()
         for test, reason in reasons.items():
@@ -311,13 +311,14 @@ def row(pair, result):
         by[text].append(test)
     failed = set(faults) | set(refused)
     failing = failed - {"two ranks"} - {"examples/{}.py".format(name) for name in EXAMPLES}
-    examples = sum("examples/{}.py".format(name) not in failed for name in EXAMPLES)
+    ran = result.get("examples", EXAMPLES)
+    examples = sum("examples/{}.py".format(name) not in failed for name in ran)
     return [
         pip_extras.spelled(pair.python),
         of(pair.framework),
         of(pair.keras) if pair.keras else "tf.keras",
         "passed" if result.get("tests") and not failing else "fails",
-        "{} of {}".format(examples * ("tests" in result), len(EXAMPLES)),
+        "{} of {}".format(examples * ("tests" in result), len(ran)),
         _word("two ranks", faults, refused) if has_ranks else "",
         "; ".join([verdict] + ["{}: {}".format(_listed(by[text]), text) for text in by]),
     ]
@@ -399,7 +400,11 @@ def main(arguments):
         chosen = [pair for pair in chosen if str(pair) in EDGES]
     unexpected = 0
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        running = {pool.submit(result_of, pair, options.keep): pair for pair in chosen}
+        running = {}
+        for number, pair in enumerate(chosen):
+            of_edges = EXAMPLES[number % len(EXAMPLES) :][:1]
+            examples = of_edges if options.edges else EXAMPLES
+            running[pool.submit(result_of, pair, examples, options.keep)] = pair
         for done in concurrent.futures.as_completed(running):
             pair, result = running[done], done.result()
             unexpected += not is_as_expected(pair, result)
