@@ -266,7 +266,7 @@ class BlockReplicas(Replicas):
         sizes = [all_sizes[i] for i in replicas]
         copies, effects, changes = self.copies, self.effects, []
         statistics, states = states_of(self.block, self.operations)
-        copies.begin(states, replicas)
+        copies.begin(states, replicas, statistics)
         effects.begin()
         if kind not in self._done:
             copies.guard([p for p in parameters_of(self.block) if p not in statistics])

@@ -19,6 +19,7 @@ from ..._runtime import patching
 from . import rules
 from .arrays import are_equal, context_of, is_numpy
 from .comparison import differing
+from .synchronization import wait_for_copies
 
 _running = threading.local()  # ``replica``: its ``Copies`` and its number
 
@@ -61,12 +62,13 @@ class Copies:
     def __reduce__(self):  # a copy of the block has other parameters
         return Copies, (self.contexts,)
 
-    def begin(self, states=(), replicas=()):
+    def begin(self, states=(), replicas=(), statistics=()):
         """Begin a call with the current values.
 
         Arguments:
             states: the parameters that the replicas may set.
             replicas: the numbers of the replicas that run.
+            statistics: the parameters that the backward pass sets.
         """
         self.recording, self.training = mx.autograd.is_recording(), mx.autograd.is_training()
         self._arrays: "Dict[Tuple[Any, int], Any]" = {}  # by parameter and replica
@@ -77,10 +79,12 @@ class Copies:
             self._discard_changed()
         for parameter in states:
             self.keep(parameter)
-        for parameter in list(self._buffers) if replicas else ():
+        for parameter in dict.fromkeys([*statistics, *self._buffers]) if replicas else ():
             # Before any replica runs, so that none begins with values that another has set.
             for index in replicas if parameter._data is not None else ():
                 self.array(parameter, index)
+        if replicas and self.recording:
+            wait_for_copies([self.array(parameter, replicas[-1]) for parameter in statistics])
 
     def _discard_changed(self):
         """Discard what was sent of parameters that have other values now."""

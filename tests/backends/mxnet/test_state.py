@@ -52,6 +52,29 @@ def test_batchnorm_by_numbers(mx, rows, tmp_path):
     assert (same == same[0]).all()
 
 
+@span
+def test_running_statistics_if_a_context_is_busy(mx):
+    """It copies them late, and the backward pass of another context does not wait for that."""
+
+    def occupy(F, x):
+        if x.context.device_id == 2:
+            large = mx.nd.ones((800, 800), ctx=x.context)
+            mx.nd.dot(large, large)
+        return x
+
+    check_refusal(mx)
+    norm = mx.gluon.nn.BatchNorm(momentum=0.75, in_channels=8)
+    net = mx.gluon.nn.Sequential()
+    net.add(block_of(mx, occupy, hybrid=False), norm)
+    compat.parallelize(net).initialize()
+    inputs = data(61)[0] * 3 + 1
+    with mx.autograd.record():
+        out = net(mx.nd.array(inputs))
+    out.backward()
+    found = [p.data().asnumpy() for p in (norm.running_mean, norm.running_var)]
+    np.testing.assert_allclose(found, running_statistics(inputs), rtol=1e-4, atol=1e-6)
+
+
 def counting(mx, kind):
     class Counting(mx.gluon.Block):
         def __init__(self):
