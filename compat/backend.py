@@ -18,6 +18,7 @@ All types that compat passes to a backend, and those that it subclasses, are imp
 - ``UsageCheck``: compares the operations that a model's devices executed with counted batches.
 - ``count_batch``: to be called for each batch that the replicas, or a rank, have computed.
 - ``compare_ranks``: to be called by all ranks at once, to compare their weights.
+- ``FirstBatch``: detects ranks that all train on the same rows, and so gain nothing.
 
 ``compat.testing`` has the tests that a backend must pass.
 """
@@ -49,19 +50,21 @@ if TYPE_CHECKING:
     from ._ranks.checksum import verify as compare_ranks
     from ._ranks.engines import Engine
     from ._ranks.launch.starter import launcher as own_launcher
+    from ._ranks.same_rows import FirstBatch
     from ._runtime.operation_times import Operation
     from ._runtime.usage import UsageCheck
     from ._runtime.work import count as count_batch
     from ._verification import Incomparable, Step, Verification
 
 __all__ = ["Backend", "Job", "Memory", "Place", "Settings"]
-__all__ += ["Devices", "Engine", "Incomparable", "Operation", "Step", "UsageCheck"]
+__all__ += ["Devices", "Engine", "FirstBatch", "Incomparable", "Operation", "Step", "UsageCheck"]
 __all__ += ["Verification", "compare_ranks", "count_batch", "own_launcher"]
 
 # Imported on demand, so that ``import compat`` stays cheap.
 _LAZY = {
     "Devices": ("._configuration.device_choice", "Devices"),
     "Engine": ("._ranks.engines", "Engine"),
+    "FirstBatch": ("._ranks.same_rows", "FirstBatch"),
     "Incomparable": ("._verification", "Incomparable"),
     "Operation": ("._runtime.operation_times", "Operation"),
     "Step": ("._verification", "Step"),
@@ -336,7 +339,8 @@ class Backend:
         over the rows of all ranks. Each batch goes to ``count_batch([""], [rows], training)``;
         after the first step, and rarely later on, ``compare_ranks()`` detects ranks that diverge.
         ``engine.count("gradients")`` counts each time that gradients have become that mean: the
-        steps of a Keras model, as Keras reports them, are compared with it.
+        steps of a Keras model, as Keras reports them, are compared with it. A ``FirstBatch`` of
+        each model sees the batches, and is compared after the first step.
 
         Arguments:
             model: as for ``parallelize``.

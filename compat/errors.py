@@ -10,7 +10,7 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
-    from typing import Iterable, Optional, Sequence, Tuple
+    from typing import Iterable, Mapping, Optional, Sequence, Tuple
 
     from ._ranks.place import Place
 
@@ -203,6 +203,18 @@ def numbered_ranks(numbers: "Iterable[int]") -> str:
     if len(texts) < 2:
         return "rank " + "".join(texts)
     return "ranks {} and {}".format(", ".join(texts[:-1]), texts[-1])
+
+
+def not_parallelized(refused: "Mapping[str, str]") -> str:
+    """Return that ``parallelize()`` has failed, as a clause.
+
+    Arguments:
+        refused: the class of the error, by the name of the model.
+    """
+    name, error = next(iter(refused.items()))
+    more = len(refused) - 1
+    others = f" and {more} other{'s' * (more > 1)}" if more else ""
+    return f"compat.parallelize() failed for {name!r}{others} ({error})"
 
 
 def not_writable(option: str, error: "OSError") -> "InvalidArgumentError":

@@ -1024,6 +1024,9 @@ def test_devices_simulated_from_outside_stand_in_for_those_of_the_script(toy):
         "toyframework.seed = None",
         "COMPAT_SIMULATE=2: simulated devices stand in for gpus=[1]",
     ]
+    process.start_afresh()
+    text = "COMPAT_SIMULATE=2: simulated devices stand in for the GPUs"
+    assert configure(None).applied[-1] == text
 
 
 def test_a_backend_that_cannot_verify_says_so(keras):

@@ -168,6 +168,7 @@ FRAMEWORKS = re.compile(r"tensorflow|theano|mxnet|cntk|torch|\bjax", re.IGNORECA
 NAMING = {
     "compat._keras.automatic_parallel": "where each Keras defines compile()",
     "compat._commands": "the help lists the backends",
+    "compat._commands.saved_files": "torch.save()",
     "compat._commands.tox": "what a row of a generated tox.ini sets, and an example in the help",
     "compat._api.batch_norm": "layers that communicate with the other ranks by themselves",
     "compat._api.environment": "packages that come with CUDA",

@@ -35,6 +35,27 @@ def test_is_called_once_when_it_has_been_imported(called):
     assert type(module.__loader__).__module__ != "compat._runtime.on_import"
 
 
+def test_a_module_has_a_call_of_each_function(called):
+    """Of one function, the last: a process may be configured again."""
+
+    def first(module):
+        called.append("first")
+
+    def wait():
+        def second(module):
+            called.append(second)
+
+        on_import.call(second, "toy_package.late")
+        return second
+
+    on_import.call(first, "toy_package.late")
+    wait()
+    last = wait()
+    import toy_package  # noqa: F401
+
+    assert called == ["first", last]
+
+
 def test_is_called_now_where_it_was_imported_before(called):
     import toy_package.late
 

@@ -241,6 +241,19 @@ def test_of_ranks_that_fail_the_error_is_told_and_no_traceback(tmp_path):
     assert status == 0 and "[0] to stderr\n" in err and out.endswith(ALL_WELL)
 
 
+def test_ranks_that_train_on_the_same_rows_are_told_so(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(re.sub(r"compat\.shard\((.*)\)\n", r"\1\n", SCRIPT))
+    status, out, err = command("test", script)
+    assert status == 0
+    assert out.splitlines()[-1] == (
+        "As 2 ranks: all ended well, with the same weights, but trained on the same rows, so that "
+        "nothing is gained: call compat.shard()."
+    )
+    assert err.count("CompatWarning: All 2 ranks train 'Network' on the same rows, ") == 1
+    assert "All 2 ranks computed rows: 244 rows each. Model 'Network' was trained on the\n" in err
+
+
 CONFIGURED = "import compat; compat.configure_gpu()\n"
 PARALLELIZED = CONFIGURED + (
     "from compat_numpy.networks import Network\ncompat.parallelize(Network(8, 16, 4))\n"

@@ -203,6 +203,14 @@ def test_ranks_that_start(tmp_path):
     assert quiet.lines() == [] and quiet.status == 0
 
 
+def test_a_script_on_simulated_devices_starts_with_a_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import compat; compat.configure_gpu(); print(compat.size())\n")
+    found = compat("run", "--simulate", "1", "--backend=numpy", script)
+    lines = found.last.splitlines()
+    assert lines[-2:] == [f"compat run: starting {script}; imports may take some seconds", "1"]
+
+
 def test_quiet_is_for_a_script_alone_too(tmp_path):
     script = tmp_path / "verified.py"
     script.write_text(WORK + "with progress.shown('x') as line:\n    print(line)\n")

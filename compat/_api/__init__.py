@@ -88,7 +88,8 @@ def configure_gpu(
     request = configuring.device_request(selection, simulate, from_outside)
     applied = []
     if from_outside:
-        text = f"COMPAT_SIMULATE={from_outside}: simulated devices stand in for gpus={gpus!r}"
+        stood_for = "the GPUs" if gpus is None else f"gpus={gpus!r}"
+        text = f"COMPAT_SIMULATE={from_outside}: simulated devices stand in for {stood_for}"
         applied, selection, simulate = [text], gpu_selection.parse_gpus(None), from_outside
     switches = dict(persist=persist, strict=strict, parallelize=parallelize)
     parsed: "Dict[str, Any]" = {
@@ -173,16 +174,37 @@ def parallelize(
         DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
         RankError: the ranks cannot train together (a ``RuntimeError``).
     """
-    return note_by_hand(_parallelize(model, gpus, strategy, sync_batch_norm))
+    name = getattr(model, "name", None) or getattr(model, "__qualname__", type(model).__name__)
+    try:
+        parallelized = _parallelize(model, gpus, strategy, sync_batch_norm)
+    except Exception as error:
+        process.refused[str(name)] = type(error).__name__
+        raise
+    process.refused.pop(str(name), None)
+    if process.parallelizes_compiled:
+        _split_in_fit(parallelized, lambda: not process.has_sharded)
+    return note_by_hand(parallelized)
 
 
 def _parallelize_compiled(model, gpus=None):
     """Parallelize a model before it is compiled, under ``configure_gpu(parallelize=True)``."""
     _parallelize(model, gpus)
+    _split_in_fit(model, lambda: True)
+
+
+def _split_in_fit(model, is_due):
+    """Have ``fit()`` of a Keras model split its data over the ranks, if there are any.
+
+    Arguments:
+        model: the model.
+        is_due: a function that returns whether it is to do so, when it is called.
+    """
     if _ranks.own_place() is not None:
         from .._ranks import keras_model  # imports numpy
 
-        keras_model.RankedFit.of(model).splits = True
+        fit = keras_model.RankedFit.of(model)
+        if fit is not None:
+            fit.splits = is_due
 
 
 def note_by_hand(model: "Any") -> "Any":

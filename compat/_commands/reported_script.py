@@ -2,7 +2,7 @@
 
 ``--parallelize`` has it configure first, and ``--report`` report in the end; ``--timeline`` has it
 record what devices execute, from the first model that is parallelized. ``--simulate`` has it say in
-the end where the script has used one device only.
+the end where the script has used one device only. Each rank leaves its outcome for ``compat run``.
 """
 
 import atexit
@@ -10,17 +10,19 @@ import contextlib
 import json
 import os
 import runpy
+import socket
 import sys
 import types
 import zipfile
-from typing import List
+from typing import Any, Dict, List
 
 from .. import _api, _ranks
 from .._api import device_use
 from .._configuration.settings import listed
-from .._ranks.launch.messages import REPORT_VARIABLE
-from .._runtime import operation_times, safe_files
+from .._ranks.launch.messages import HOLD, OUTCOME_VARIABLE, RELEASE
+from .._runtime import by_path, operation_times, safe_files
 from .._runtime.process import process
+from . import saved_files
 
 #: The line in front of a report.
 REPORT = "compat run: what each device did"
@@ -37,16 +39,23 @@ def main(arguments: List[str]) -> None:
     """
     (reports, backend, as_json, as_html, timeline), script = arguments[:5], arguments[5:]
     owner = os.getpid()
-    if reports:
-        left = os.environ.pop(REPORT_VARIABLE, None)  # not for processes that the script starts
+    left = os.environ.pop(OUTCOME_VARIABLE, None)  # not for processes that the script starts
+    failures: List[BaseException] = []
+    leave: "Any" = None  # what a rank leaves for ``compat run``
+
+    if reports or left is not None:
+        outcome: Dict[str, Any] = _watched_outcome() if left is not None else {}
 
         def report():
-            if os.getpid() == owner:  # none that has been forked
-                use = device_use.report()
-                if left is None:
-                    show(use, as_json, as_html)
-                else:
-                    safe_files.write(left, json.dumps(use.as_dict()))
+            if os.getpid() != owner:  # it has been forked
+                return
+            use = device_use.report() if reports else None
+            if left is None:
+                show(use, as_json, as_html)
+            else:
+                outcome.update(_outcome(), report=use and use.as_dict())
+                outcome["saved"] = sorted(outcome["saved"])
+                safe_files.write(left, json.dumps(outcome))
 
         def report_first(model, where):
             """Report before a framework ends that has been imported since."""
@@ -55,6 +64,7 @@ def main(arguments: List[str]) -> None:
 
         atexit.register(report)
         process.on_parallelized.append(report_first)
+        leave = None if left is None else report
     recording = contextlib.ExitStack()
     outcomes = _record(timeline, recording) if timeline else []
     try:
@@ -63,19 +73,73 @@ def main(arguments: List[str]) -> None:
             place = _api.configure_gpu(backend=backend, parallelize=True).place
             if place is None or place.rank == 0:
                 process.on_parallelized.append(_say_where)
-        if backend or not reports:
-            atexit.register(_say_if_unused, owner)
+        if left is None and (backend or not reports):
+            atexit.register(_say_if_unused, owner, failures)
         if script[0] == "-m":
             sys.argv = script[1:]
             sys.path.insert(0, os.getcwd())
             runpy.run_module(script[1], run_name="__main__", alter_sys=True)
         else:
             _run_file(script)
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            failures.append(error)
+        sys.excepthook = _without_own_frames(sys.excepthook, leave)
+        raise
     finally:
         if os.getpid() == owner:  # none that has been forked
             recording.close()
             if outcomes:
                 _say("compat run: " + outcomes[-1])
+
+
+def _watched_outcome():
+    """Return the part of this rank's outcome that is collected while the script runs."""
+    saved: "Dict[str, Any]" = {"saved": set()}
+    saved_files.note(saved["saved"])
+    return saved
+
+
+def _outcome():
+    """Return the outcome of this rank, for ``job_findings``."""
+    return {
+        "host": socket.gethostname(),
+        "together": process.uses_devices or _has_own_communication(),
+        "refused": process.refused,
+        "parallelizes_compiled": process.parallelizes_compiled,
+    }
+
+
+def _has_own_communication():
+    """Return whether the script may train its ranks together by a library that it has imported."""
+    return any(name in sys.modules for name in ("horovod", "mpi4py"))
+
+
+def _without_own_frames(hook, leave):
+    """Return a function that calls a ``sys.excepthook``, with tracebacks from the script on.
+
+    Arguments:
+        hook: the function that Python, or the script, has there.
+        leave: a function that leaves the outcome of a rank, which may be ended soon; None: this is
+            no rank. ``compat run`` shows the same traceback of several ranks once.
+    """
+    own = {__file__, os.path.abspath(by_path.__file__)}
+
+    def excepthook(kind, error, trace):
+        while trace is not None and trace.tb_frame.f_code.co_filename in own:
+            trace = trace.tb_next
+        if leave is not None:
+            with contextlib.suppress(Exception):  # called again at the end
+                leave()
+        is_held = leave is not None and issubclass(kind, Exception) and hook is sys.__excepthook__
+        marks = (HOLD, RELEASE) if is_held and sys.stderr is sys.__stderr__ else ()
+        for mark in marks[:1]:
+            print(mark, file=sys.stderr, flush=True)
+        hook(kind, error.with_traceback(trace), trace)
+        for mark in marks[1:]:
+            print(mark, file=sys.stderr, flush=True)
+
+    return excepthook
 
 
 def _say(text):
@@ -88,8 +152,8 @@ def _say_where(model, where):
     _say(f"compat run: {model} runs on {where}")
 
 
-def _say_if_unused(owner):
-    if process.uses_devices or os.getpid() != owner or _ranks.rank() != 0:
+def _say_if_unused(owner, failures):
+    if process.uses_devices or process.refused or failures or os.getpid() != owner:
         return
     remedy = " With --parallelize, its Keras models run on the simulated devices."
     if process.configuration is None:
@@ -118,6 +182,8 @@ def _run_file(arguments):
     main_module = types.ModuleType("__main__")
     with open(path, "rb") as file:
         source = file.read()
+    if sys.version_info >= (3, 9):  # as Python does since then
+        path = os.path.abspath(path)
     main_module.__file__ = path
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     vars(main_module)["__builtins__"] = __builtins__

@@ -23,9 +23,18 @@ from .._configuration.settings import Settings
 from .._ranks import nesting, waiting
 from .._ranks.launch import messages, output, watching
 from .._ranks.place import Place
-from .._runtime import by_path, reporting, safe_files
+from .._runtime import by_path, progress, reporting, safe_files
 from ..backend import Backend
-from . import BACKEND, add_script, check_script, name_of, number, reported_script, script_of
+from . import (
+    BACKEND,
+    add_script,
+    check_script,
+    job_findings,
+    name_of,
+    number,
+    reported_script,
+    script_of,
+)
 
 USAGE = """\
 compat run [options] script.py [its arguments]
@@ -209,39 +218,67 @@ def execute(options: Any) -> int:
     if ranks == 1:
         lines.append("1 rank: the script alone")
     elif ranks:
-        if report:
-            environ[messages.REPORT_VARIABLE] = "1"  # of each rank, on whichever machine
+        if report or options.python is None:
+            environ[messages.OUTCOME_VARIABLE] = "1"  # of each rank, on whichever machine
         launcher = chosen.launcher(_ranks.Job(ranks, interpreter, environ, hosts))
-        # mpirun passes on the variables that are named to it.
-        shown = textwrap.shorten(" ".join(launcher), 400, placeholder=" ...")
-        lines.append(f"{ranks} ranks: {shown}")
+        lines.append(f"{ranks} ranks{_shown(launcher, hosts)}")
     other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)
     if other:
         lines.append(errors.shadowed(name_of(script), other))
     for line in lines + _misplaced(script, options.parser):
         output.say("compat run: " + line)
     environ.update(gpu_selection.hand_over_claims())
-    program = script
-    if options.parallelize or report or (options.simulate is not None and options.python is None):
-        if options.python is not None:
-            option = "--parallelize" if options.parallelize else "--report"
-            _check_version(interpreter, environ, option)
-        program = by_path.command("_commands.reported_script")[1:]
-        program += ["report" * report, chosen.name * options.parallelize]
-        program += [path or "" for path in files] + script
-    program = [interpreter] + program
+    program = _program(options, chosen, interpreter, environ, files)
     if not launcher:
+        if options.simulate is not None and progress.is_wanted():
+            output.say(f"compat run: starting {name_of(script)}; imports may take some seconds")
         os.execve(interpreter, program, environ)
     command = launcher + by_path.command("_ranks.launch.rank_process") + program
     logs = None if options.log_dir is None else output.Logs(options.log_dir, ranks, script)
-    status, reports = watching.launch(
+    status, outcomes = watching.launch(
         command, environ, ranks, hosts is not None, options.quiet, logs, options.max_restarts
     )
+    for line in [] if status else job_findings.findings(outcomes, ranks, report):
+        output.say("compat run: " + line)
     if report:
-        absent = sorted(set(range(ranks)) - set(reports))
-        joined = reporting.joined(list(reports.values()), absent)
+        absent = sorted(set(range(ranks)) - set(outcomes))
+        joined = reporting.joined([outcome["report"] for outcome in outcomes.values()], absent)
         reported_script.show(joined, report_json, report_html)
     return status
+
+
+def _program(options, chosen, interpreter, environ, files):
+    """Return the command of the script, in ``reported_script`` where something is done around it.
+
+    Arguments:
+        options: those of the command line.
+        chosen: the backend.
+        interpreter: the path of the script's.
+        environ: its environment.
+        files: as ``_files_of`` returns them.
+    """
+    script, report = script_of(options), options.report or any(files)
+    is_watched = options.simulate is not None or options.ranks not in (None, 1)
+    if options.parallelize or report:
+        if options.python is not None:
+            option = "--parallelize" if options.parallelize else "--report"
+            _check_version(interpreter, environ, option)
+    elif not is_watched or options.python is not None:
+        return [interpreter] + script
+    program = by_path.command("_commands.reported_script")[1:]
+    program += ["report" * report, chosen.name * options.parallelize]
+    return [interpreter] + program + [path or "" for path in files] + script
+
+
+def _shown(launcher, hosts):
+    """Return how ranks are started, as the end of a line; of compat's own launcher only where."""
+    own = by_path.command("_ranks.launch.starter")
+    for place in range(len(launcher)):
+        if launcher[place : place + len(own)] == own:
+            variables = [each for each in launcher[:place] if "=" in each]
+            return " on " + ", ".join([hosts or "this machine"] + variables)
+    # mpirun passes on the variables that are named to it.
+    return ": " + textwrap.shorten(" ".join(launcher), 400, placeholder=" ...")
 
 
 def _files_of(options):

@@ -159,7 +159,8 @@ def _as_ranks(script, environ, chosen, ranks, outcome, folder):
         status = _status(command, environ, stderr=file)
         file.seek(0)
         printed = file.read()
-    compared = report.exists() and json.loads(report.read_text("utf-8"))["comparisons"]
+    reported = json.loads(report.read_text("utf-8")) if report.exists() else {}
+    compared = reported.get("comparisons")
     # A script that ends with this status on simulated devices, too, has another problem.
     is_scripts = status == outcome["simulated"]["status"] != 0
     same = not status if compared and not is_scripts else None
@@ -175,6 +176,11 @@ def _as_ranks(script, environ, chosen, ranks, outcome, folder):
     print(printed, end="", file=sys.stderr, flush=True)
     if not compared:
         verdict = "all ended well, but nothing was compared: they trained no model together."
+    elif reported["same_rows"]:
+        verdict = (
+            "all ended well, with the same weights, but trained on the same rows, so that nothing "
+            "is gained: call compat.shard()."
+        )
     else:
         verdict = "all ended well, with the same weights."
     return [f"As {ranks} ranks: {verdict}"]

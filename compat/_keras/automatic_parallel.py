@@ -15,8 +15,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ..backend import Backend
 
-# The modules whose classes define ``compile``, in all Kerases since 2.0.
-_MODULES = [
+#: The modules whose classes define ``compile``, in all Kerases since 2.0.
+MODULES = [
     package + module
     for package in (
         "keras.",  # keras 2, keras-mxnet, tf.keras from 2.6 to 2.12
@@ -28,7 +28,7 @@ _MODULES = [
     )
     for module in ("engine.training", "engine.training_v1", "models")
 ] + ["keras.src.trainers.trainer"]  # Keras 3
-_CLASSES = ("Model", "Sequential", "Trainer")
+CLASSES = ("Model", "Sequential", "Trainer")
 
 #: The attribute of models for which the script has called ``parallelize()``.
 BY_HAND = "_compat_by_hand"
@@ -61,14 +61,14 @@ def install(backend: "Backend", parallelize: "Callable[..., Any]") -> None:
         return reason is None
 
     def patch(module: "Any") -> None:
-        for owner in [vars(module)[name] for name in _CLASSES if name in vars(module)]:
+        for owner in [vars(module)[name] for name in CLASSES if name in vars(module)]:
             # A module may have another one's class; keras-mxnet's has its backend's Model.
             if "compile" in vars(owner) and patching.find(owner, "compile") is None:
                 patching.Patch(owner, "compile", _compiling_after(prepare, owner.compile))
                 if hasattr(owner, "__setstate__"):
                     patching.Patch(owner, "__setstate__", _unpickling(prepare, owner.__setstate__))
 
-    for name in _MODULES:
+    for name in MODULES:
         on_import.call(patch, name)
 
 

@@ -256,8 +256,10 @@ def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
     place = own_place()
     if place is None:
         return data
+    from .._runtime.process import process  # for start-up time
     from . import sharding  # for start-up time
 
+    process.has_sharded = True
     return sharding.shard(place, data, batch_size)
 
 

@@ -75,6 +75,14 @@ def batches(arguments, source):
     return int(count) % checksum.LARGEST
 
 
+def arrays_in(arguments):
+    """Return the arrays that ``fit()`` trains on: nothing where its data come in batches."""
+    source = arguments.get("x")
+    is_part = batch_agreement.part_in(source) is not None
+    has_rows = not is_part and not loaders.is_part(source) and _number_of_rows(source)
+    return list(map(arguments.get, _DATA)) if has_rows else []
+
+
 def _part_of_batches(place, source):
     """Return this rank's shard of a source of batches, such as a generator, or None."""
     take = of_batches(source)

@@ -158,6 +158,7 @@ class RankedKeras2Function:
     def __call__(self, inputs):
         if self.maker.training and not self.started:
             keras_model.same_start(self.model, self.maker.engine)
+            RankedFit.of(self.model).first_batch.see(inputs)
         if self.maker.training:
             with self.state.merged(inputs):
                 result = self.maker.run(self, inputs)
@@ -165,7 +166,7 @@ class RankedKeras2Function:
             result = self.maker.run(self, inputs)
         self.started = True
         if self.maker.training:
-            RankedFit.of(self.model).comparison.stepped(self.model)
+            RankedFit.of(self.model).stepped(self.model)
         return self.divisors.corrected_results(result)
 
 

@@ -21,6 +21,7 @@ from . import (
     fit_data,
     metrics,
     ranked_methods,
+    same_rows,
     saving,
 )
 from .metrics import Moment
@@ -74,13 +75,14 @@ class RankedFit(RankedMethod):
         super().__init__(engine)
         # How many rows and batches of this epoch, or evaluation, by whether it was in training.
         self.seen: Dict[bool, Any] = {True: collections.Counter(), False: collections.Counter()}
-        self.splits = False  # whether fit() itself splits the data over the ranks
+        self.splits: Any = None  # returns whether fit() itself splits the data over the ranks
         self.running = self.in_epoch = self.evaluating = self.in_step = False
         self.wished: Any = None
         self.trained: Any = None
         self.evaluated: Any = None
         self.trainee: Any = None
         self.comparison = WeightComparison(engine)
+        self.first_batch = same_rows.FirstBatch(engine)
         # On Keras 2, whether a model's losses are divided by numbers that other ranks know.
         self.divides: Any = None
         self.results = metrics.Results(engine)
@@ -97,7 +99,7 @@ class RankedFit(RankedMethod):
             return fit(*args, **kwargs)
         self.engine.agree("fit()")
         args, arguments = arguments_by_name(fit, args, kwargs)
-        if self.splits:
+        if self.splits is not None and self.splits():
             fit_data.split(self.engine, model.name, arguments)
         self.callbacks = callbacks.FitCallbacks(self, model, arguments.get("callbacks"))
         arguments["callbacks"] = self.callbacks.callbacks
@@ -126,16 +128,18 @@ class RankedFit(RankedMethod):
         sources = map(datasets.compared, [source, arguments.get("validation_data")])
         self.agreement = batch_agreement.Agreement(self.engine, sources)
         options = [*self.validates(model, arguments), fit_data.batches(arguments, source)]
-        start, positions, options, of_callbacks, samples = self.engine.gather_each(
+        start, positions, options, of_callbacks, samples, rows = self.engine.gather_each(
             [
                 weights.numbers if weights else [],
                 self.agreement.positions(),
                 options,
                 self.callbacks.numbers(),
                 data_samples.numbers(self.engine.place),
+                same_rows.numbers(fit_data.arrays_in(arguments)),
             ]
         )
         data_samples.compare(self.engine, samples)
+        same_rows.note(self.engine, model.name, rows)
         if weights:
             weights.agree(start)
         self.checksums = self.agreement.advance(positions)  # of the first batches
@@ -171,6 +175,11 @@ class RankedFit(RankedMethod):
             steps, checksums = self.engine.gather_each([[steps % checksum.LARGEST], checksums])
             self.agreement.compare(checksums)
             self.batches = self.batches or (steps[0][0] if checksum.same(steps) else 0)
+
+    def stepped(self, model):
+        """Compare what ranks have after a step, for engines that leave it to the main thread."""
+        self.comparison.stepped(model)
+        self.first_batch.compare(model.name)
 
     def epoch_begun(self):
         """Count rows, batches and steps from 0."""

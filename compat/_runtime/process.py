@@ -26,18 +26,21 @@ class Process:
             the script then changes nothing. None: the script's own call does.
         uses_devices: whether a model was passed to a call of compat that runs it on several
             devices, was compiled under ``parallelize=True``, or has parts that ``device()`` placed.
+        refused: models for which ``parallelize()`` has failed, by name, and the class of the error.
         parallelizes_compiled: whether Keras models are parallelized when they are compiled.
         on_parallelized: callbacks, which get the name of each model that is parallelized, and its
             devices.
         unsplit: models that run unsplit, or some of whose operations do.
         batches: how many batches were computed, by the arguments of ``work.count()``.
         unused: the warnings of models that did not run on all of their devices, by model name.
+        same_rows: the warnings of models that all ranks train on the same rows, by model name.
         idle_devices: those on which the framework executed nothing of their rows.
         verified: a record for each model that was verified.
         records_operations: whether the first verified training step of each model records where
             its operations ran.
         samples: samples of the data that this process has passed to ``shard()``, by its number
             among the ranks.
+        has_sharded: whether the script has called ``shard()`` in a rank.
         array_parts: the last arrays that ``shard()`` has returned to this rank.
         watches_adapt: whether layers that are adapted to such arrays are warned of.
         comparisons: how often ranks have compared the weights that they hold.
@@ -54,16 +57,19 @@ class Process:
         self.first_call: "Any" = None
         self.configured_by: "Optional[str]" = None
         self.uses_devices = False
+        self.refused: "Dict[str, str]" = {}
         self.parallelizes_compiled = False
         self.on_parallelized: "List[Callable[[str, str], None]]" = []
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []
         self.unsplit = UnsplitModels()
         self.batches: "Dict[Any, int]" = {}
         self.unused: "Dict[str, str]" = {}
+        self.same_rows: "Dict[str, str]" = {}
         self.idle_devices: "Set[str]" = set()
         self.verified: "List[Any]" = []
         self.records_operations = False
         self.samples: "Dict[int, Any]" = {}
+        self.has_sharded = False
         self.array_parts: "List[Any]" = []
         self.watches_adapt = False
         self.comparisons = 0

@@ -60,6 +60,8 @@ class Report(NamedTuple):
         absent: ranks that ended without a report.
         comparisons: how often the ranks have compared their weights.
         unused: the warning of each model that did not run on all of its devices, by its name.
+        same_rows: the warning of each model that all ranks trained on the same rows, by its name.
+        refused: models for which ``parallelize()`` has failed, by name, and the class of the error.
     """
 
     devices: "List[DeviceUse]"
@@ -69,11 +71,13 @@ class Report(NamedTuple):
     absent: "Sequence[int]" = ()
     comparisons: int = 0
     unused: "Mapping[str, str]" = {}
+    same_rows: "Mapping[str, str]" = {}
+    refused: "Mapping[str, str]" = {}
 
     @property
     def all_worked(self) -> bool:
-        """Whether every device has computed rows of each model that runs on several."""
-        if not self.devices or self.absent or self.unused:
+        """Whether every device has computed rows of its own of each model that runs on several."""
+        if not self.devices or self.absent or self.unused or self.same_rows:
             return False
         return all(device.rows for device in self.devices)
 
@@ -97,7 +101,8 @@ class Report(NamedTuple):
             if self.absent:
                 who = f"{len(uses)} of {len(uses) + len(self.absent)} {word}"
             many = _rows(rows[0]) if rows[0] == rows[-1] else f"{rows[0]:,} to {rows[-1]:,} rows"
-            worked = "worked" if word == "devices" or not self.unused else "computed rows"
+            is_in_vain = word == "ranks" and (self.unused or self.same_rows)
+            worked = "computed rows" if is_in_vain else "worked"
             verdict = "{} {}: {}{}.".format(who, worked, many, " each" if several else "")
         else:
             verdict = f"Only {len(rows)} of {len(uses) + len(self.absent)} {word} worked."
@@ -110,6 +115,12 @@ class Report(NamedTuple):
         if self.unused:
             done = "did not run on all devices" if word == "devices" else _ALONE
             verdict += f" {_models(self.unused)} {done}: see below."
+        elif self.same_rows:
+            were = "was" if len(self.same_rows) == 1 else "were"
+            verdict += (
+                f" {_models(self.same_rows)} {were} trained on the same rows by all ranks: see "
+                "below."
+            )
         elif not any(use.training_rows for use in uses):
             verdict += " None of it was training: no model was trained."
         if self.not_told:
@@ -123,10 +134,15 @@ class Report(NamedTuple):
             return f"No batch was split. {_models(self.unused)} did not run on all devices."
         if self.not_told:
             return _not_told(self.not_told)
+        if not self.models and self.refused:
+            return f"No batch was counted: {errors.not_parallelized(self.refused)}."
         if not self.models:
+            consequence = "none was split over devices"
+            if any(use.rank is not None for use in self.devices):
+                consequence = "the ranks trained nothing together"
             return (
-                "No batch was counted: no model was given to compat.parallelize(), so none was "
-                "split over devices."
+                "No batch was counted: no model was given to compat.parallelize(), so "
+                f"{consequence}."
             )
         model, where = next(iter(self.models.items()))
         if any(use.rank is not None for use in self.devices):
@@ -157,7 +173,7 @@ class Report(NamedTuple):
         return f"<Report {self.verdict}>"
 
     def __str__(self) -> str:
-        sentences = [self.verdict] + self._unsplit_lines() + list(self.unused.values())
+        sentences = [self.verdict] + self._unsplit_lines() + self._warnings()
         lines = [line for text in sentences for line in textwrap.wrap(text, WIDTH)]
         return "\n".join(_table(self.devices) + lines)
 
@@ -172,7 +188,7 @@ class Report(NamedTuple):
         lanes += [markup.Lane(f"rank {n}", "no report", 0, wrong=True) for n in self.absent]
         shown = [markup.sentence(self.verdict, not self.all_worked)]
         shown += map(markup.sentence, self._unsplit_lines())
-        shown += [markup.sentence(text, True) for text in self.unused.values()]
+        shown += [markup.sentence(text, True) for text in self._warnings()]
         shown += [markup.picture("Rows that each device has computed", lanes)] if lanes else []
         recorded = [(use.title, use) for use in uses if use.busy_parts]
         if recorded:
@@ -189,6 +205,9 @@ class Report(NamedTuple):
             shown.append(markup.table(rows, idle, heading=True))
         return "\n".join(shown)
 
+    def _warnings(self) -> "List[str]":
+        return [*self.unused.values(), *self.same_rows.values()]
+
     def _unsplit_lines(self) -> "List[str]":
         return ["Model {!r} ran {}.".format(*pair) for pair in sorted(self.unsplit.items())]
 
@@ -201,14 +220,14 @@ def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ())
         absent: ranks that have left none.
     """
     uses = [DeviceUse(**use) for report in reports for use in report["devices"]]
-    models, unsplit, unused = (
+    models, unsplit, unused, same_rows, refused = (
         {name: where for report in reports for name, where in report[key].items()}
-        for key in ("models", "unsplit", "unused")
+        for key in ("models", "unsplit", "unused", "same_rows", "refused")
     )
     not_told = sum(report["not_told"] for report in reports)
     comparisons = min([report["comparisons"] for report in reports] or [0])
     uses.sort(key=lambda use: use.rank or 0)
-    return Report(uses, models, unsplit, not_told, absent, comparisons, unused)
+    return Report(uses, models, unsplit, not_told, absent, comparisons, unused, same_rows, refused)
 
 
 def _models(names: "Mapping[str, str]") -> str:
@@ -297,7 +316,8 @@ def of_this_process(
         )
         uses.append(use)
     unsplit, unused = process.unsplit.by_name(), dict(process.unused)
-    return Report(uses, models, unsplit, not_told, (), process.comparisons, unused)
+    more = dict(process.same_rows), dict(process.refused)
+    return Report(uses, models, unsplit, not_told, (), process.comparisons, unused, *more)
 
 
 def _why_idle(name: str, batches: "Sequence[Sequence[int]]") -> str:

@@ -16,8 +16,10 @@ from terminals import terminal
 
 import compat
 from compat import _verification
+from compat._commands import saved_files
 from compat._commands.pytest_plugin.twins import Twins
 from compat._configuration.settings import Every
+from compat._runtime import on_import, patching
 from compat._verification import inputs_perturbed
 from compat.backend import Verification
 from compat.testing import (
@@ -256,6 +258,22 @@ class KerasParts(SharedParts, ParallelContract):
             f"Only 2 of 3 devices worked. {configuration.devices[sizes.index(0)]} got no rows: no "
             "batch had more than 2 rows, too few for 3 devices."
         )
+
+    def test_files_to_which_models_are_saved_are_noted(self, keras, tmp_path):
+        """Of Keras' classes; all is as before afterwards."""
+        paths, before = set(), patching.patches()
+        model = self.compiled(keras, "dense")
+        saved_files.note(paths)
+        try:
+            made = [tmp_path / "net.h5", tmp_path / "net.weights.h5"]
+            model.save(str(made[0]))
+            model.save_weights(filepath=str(made[1]))
+            assert all(path.exists() for path in made)
+            assert paths == set(map(os.path.realpath, made))
+        finally:
+            on_import.forget()
+            for patch in [each for each in patching.patches() if each not in before]:
+                patch.take_back()
 
     # Verification -----------------------------------------------------------------------------
 

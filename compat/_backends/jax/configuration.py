@@ -49,8 +49,12 @@ def reads_profiles():
 
 
 def device_name(device):
-    """Return compat's name of a device of JAX's."""
-    return f"{device.platform}:{device.id}"
+    """Return compat's name of a device of JAX's.
+
+    In a rank, the ids of CPU devices are those of all ranks: 2048 is rank 1's first.
+    """
+    number = device.local_hardware_id if device.platform == "cpu" else None
+    return f"{device.platform}:{device.id if number is None else number}"
 
 
 def devices_by_name():

@@ -64,6 +64,8 @@ class RankedJAXStep:
     def __call__(self, state, data):
         rows = rows_of(self.model, data)
         keras_model.count(self.model, rows, True)
+        fit = keras_model.RankedFit.of(self.model)
+        fit.first_batch.see(data)
         share = self.engine.share(rows)
         if not self.count and losses.loss_may_mix_rows(self.model):
             losses.check_loss(self.model, data, partial(_loss, state))
@@ -74,6 +76,7 @@ class RankedJAXStep:
         if self.exchanges:
             self.engine.count("gradients")
         self.count += 1
+        fit.first_batch.compare(self.model.name)
         return logs, self.verified(state) if checksum.is_due(self.count) else state
 
     def try_state(self, before, data, rows):

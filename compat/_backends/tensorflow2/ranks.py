@@ -29,6 +29,9 @@ from .ranked_reductions import RankedReductions, present_graph
 from .replicas import ReplicatedCall
 from .state import read
 
+# Of the rows of a batch so many, and of each so many numbers, tell batches from each other.
+_SEEN, _SEEN_OF_ROW = 8, 64
+
 _stepping = Within()  # within, gradients are exchanged, also those of models within the model
 
 
@@ -59,7 +62,7 @@ class RankedFunction:
                 ranked_step_trial.check(step, model, batch)
             if losses.loss_may_mix_rows(model):
                 losses.check_loss(model, batch, _loss)
-        keras_model.RankedFit.of(model).comparison.stepped(model)
+        keras_model.RankedFit.of(model).stepped(model)
         return result
 
 
@@ -187,7 +190,7 @@ class RankedStep(RankedComputation):
             if tf.executing_eagerly() and not self.is_trial:
                 self.begin_eagerly(model, data)
             rows = _rows(data)
-            share = self.engine.share_in_graph(rows, lambda n: keras_model.count(model, n, True))
+            share = self.engine.share_in_graph(rows, functools.partial(_begun, model), _some(data))
             state = self.set_by_steps.variables(self.state(model))
             before = [read(variable.handle) for variable in state]
             layers = [] if self.is_trial else self.synchronizable(model)
@@ -335,6 +338,26 @@ def _loss(model, arrays):
         lambda array: None if array is None else tf.convert_to_tensor(array), arrays
     )
     return losses.loss_in_inference(model, tensors)
+
+
+def _begun(model, rows, *numbers):
+    """Count a batch of training, and see some numbers of its first rows."""
+    keras_model.count(model, rows, True)
+    keras_model.RankedFit.of(model).first_batch.see(numbers)
+
+
+def _some(data):
+    """Return some numbers of the first rows of each tensor of a batch, in a list of tensors."""
+    tensors = []
+    for tensor in filter(has_rows, tf.nest.flatten(data)):
+        if isinstance(tensor, tf.Tensor) and tensor.dtype not in (tf.variant, tf.resource):
+            columns = tensor.shape[1:].num_elements() if tensor.shape.rank else None
+            first = tensor[:_SEEN]
+            if columns:
+                flat = tf.reshape(first, [tf.shape(first)[0], columns])
+                first = flat[:, :: -(-columns // _SEEN_OF_ROW)]
+            tensors.append(first)
+    return tensors
 
 
 def _rows(data):

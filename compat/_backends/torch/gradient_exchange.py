@@ -27,7 +27,7 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 import torch
 
 from ... import errors
-from ..._ranks import checksum
+from ..._ranks import checksum, same_rows
 from ..._runtime import patching
 from . import backward_passes, loss_terms, parameter_hooks
 from .backward_passes import PASS_HOOK, BackwardCall, ForwardRows, Pass, loss_under_way
@@ -87,6 +87,7 @@ class Exchange:
         self.checked = False  # the loss
         self.is_suspect = False  # the loss, as a warning has said
         self.rows = ForwardRows()
+        self.first_batch = same_rows.FirstBatch(engine)
         self.divisor: "Optional[float]" = None  # of the loss of this pass, if not its rows
         self.count = 0  # exchanges so far
         self.versions: "Optional[List[int]]" = None  # of the parameters, at the last forward pass

@@ -92,6 +92,7 @@ class RankedCall(keras_model.RankedMethod):
             return self.plain(model)(*args, **kwargs)
         exchange = self.start(model)
         exchange.look()
+        exchange.first_batch.see((args, kwargs))
         result, rows = self.run(model, batch, args, kwargs)
         if not exchange.settled:
             exchange.hook(self.parameters(model))  # also those that the pass has made
@@ -160,7 +161,12 @@ class RankedCall(keras_model.RankedMethod):
         return exchange
 
     def verify(self, model, when):
-        """Compare the model's variables on all ranks. See ``_ranks.checksum.verify``."""
+        """Compare the model's variables on all ranks. See ``_ranks.checksum.verify``.
+
+        The first time the ranks' first batches, too.
+        """
+        name = getattr(model, "name", None) or type(model).__name__
+        self.exchange(model).first_batch.compare(name)
         for named, *causes in self.verified(model):
             names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
             if named or not causes:  # another rank's model may have variables: that is an error

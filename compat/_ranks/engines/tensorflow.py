@@ -117,7 +117,7 @@ class TensorFlowEngine(engines.Engine):
         """Return the sum over all ranks of a float64 tensor of one axis: ``sum`` in a graph."""
         return self.sum_in_graph(numbers, "numbers", [])
 
-    def share_in_graph(self, rows, count):
+    def share_in_graph(self, rows, count, seen=()):
         """Return this rank's share of the step that all ranks begin, as a float64 tensor.
 
         This is ``share()`` in a graph, where only operations that need the share wait for it: the
@@ -125,12 +125,14 @@ class TensorFlowEngine(engines.Engine):
 
         Arguments:
             rows: this rank's, a tensor or a number.
-            count: a function that is called with them as the step begins.
+            count: a function that is called with them, and with the values of ``seen``, as the
+                step begins.
+            seen: further tensors.
         """
         tf = self.tf
 
-        def begin(rows):
-            count(int(rows))
+        def begin(rows, *seen):
+            count(int(rows), *seen)
             self.arrive()
             return float(rows)
 
@@ -141,10 +143,10 @@ class TensorFlowEngine(engines.Engine):
             return rows / total
 
         if tf.executing_eagerly():
-            return tf.constant(self.share(begin(rows)), tf.float64)
+            return tf.constant(self.share(begin(rows, *seen)), tf.float64)
         order = self.order_of_steps()
         with tf.control_dependencies([variable.read_value() for variable in order]):
-            mine = self.called(begin, [rows], tf.float64)
+            mine = self.called(begin, [rows, *seen], tf.float64)
             numbers = tf.concat([[mine], tf.zeros([self.place.size], tf.float64)], 0)
             result = self.called(share, [mine, self.sum_numbers_in_graph(numbers)], tf.float64)
         with tf.control_dependencies([result]):

@@ -14,11 +14,15 @@ START, OUT, ERR, END = "start", "out", "err", "end"
 # Marks. A part of a text too long for one message: what follows ends it soon. And the beginning of
 # a line that is not printed to its end yet, such as a progress bar.
 PART, UNFINISHED = "part", "unfinished"
+# And a line of a traceback with which the script ends: ``compat run`` shows equal ones once.
+HELD = "held"
+# The lines on standard error between which a script prints that traceback.
+HOLD, RELEASE = BEGIN + "hold", BEGIN + "release"
 # Characters of up to four bytes each: a write of 4096 bytes to a pipe is never torn apart (POSIX's
 # PIPE_BUF, on Linux).
 _PART = 1000
-#: Names the file in which a rank leaves its report for ``compat run --report``.
-REPORT_VARIABLE = "COMPAT_REPORT"
+#: Names the file in which a rank's script leaves its outcome for ``compat run``, a JSON object.
+OUTCOME_VARIABLE = "COMPAT_OUTCOME"
 
 
 def encoded(rank: int, kind: str, text: str, mark: str = "") -> Iterator[bytes]:
@@ -44,7 +48,7 @@ class Ended(NamedTuple):
         lost: whether it failed only because other ranks were missing, or which ones, where it knows
             them: "ranks 4 and 5".
         terminated: whether the launcher terminated it.
-        report: its part of ``compat run --report``, if any.
+        outcome: what its script has left for ``compat run``, if anything.
     """
 
     rank: int
@@ -52,7 +56,7 @@ class Ended(NamedTuple):
     traceback: List[str]
     lost: Union[bool, str] = False
     terminated: bool = False
-    report: Any = None
+    outcome: Any = None
 
     @property
     def aborted(self) -> bool:

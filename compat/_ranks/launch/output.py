@@ -84,9 +84,13 @@ class Output:
         self.tails: Any = collections.defaultdict(lambda: collections.deque([""], TAIL + 1))
 
     def add(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
-        """Show what a rank has printed, the rank in front of each line."""
+        """Log and show what a rank has printed."""
         if self.logs is not None:
             self.logs.add(rank, kind, text, unfinished)
+        self.show(rank, kind, text, unfinished)
+
+    def show(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
+        """Show what a rank has printed, the rank in front of each line."""
         if self.quiet and rank and kind == messages.OUT:
             tail = self.tails[rank]
             tail[-1] = _shown_last(tail[-1] + text)

@@ -52,6 +52,7 @@ class _Stream:
         self.unsent = ""  # the end of a line that is not ended yet
         self.since = 0.0  # when that began to wait
         self.line = ""  # of the same line what was sent, as far as it is kept
+        self.is_held = False  # what is printed is the traceback with which the script ends
 
     def take(self, data: bytes) -> None:
         """Forward the lines that end in these bytes.
@@ -68,19 +69,25 @@ class _Stream:
 
     def show_unfinished(self) -> None:
         """Forward the beginning of a line that has waited long for its end."""
-        waited = time.monotonic() - self.since >= _UNSHOWN
+        waited = time.monotonic() - self.since >= _UNSHOWN and not self.is_held
         if self.unsent and (waited or len(self.unsent) > _WAITING):
             self.send(self.unsent, messages.UNFINISHED)
             self.unsent = ""
 
     def send(self, text: str, mark: str = "") -> None:
         """Send a line, or the beginning of one, and keep it for the report of a failure."""
+        if self.kind == messages.ERR and text.endswith((messages.HOLD, messages.RELEASE)):
+            before, _, word = text.rpartition(messages.BEGIN)
+            if before:  # printed by another thread
+                self.send(before)
+            self.is_held = messages.BEGIN + word == messages.HOLD
+            return
         self.line = (self.line + text)[:_KEPT]
         if not mark:
             if self.kind == messages.ERR:
                 self.rank.traceback.add(self.line)
             self.line = ""
-        self.rank.send(self.kind, text, mark)
+        self.rank.send(self.kind, text, mark or messages.HELD * self.is_held)
 
     def end(self) -> None:
         """Forward what is left of the last line."""
@@ -107,17 +114,17 @@ class _Rank:
 
     def run(self, command: List[str]) -> int:
         """Run the command to its end, report it, and return the exit status."""
-        environ, report = dict(os.environ, PYTHONUNBUFFERED="1", **_gpus(os.environ)), None
+        environ, outcome = dict(os.environ, PYTHONUNBUFFERED="1", **_gpus(os.environ)), None
         with contextlib.ExitStack() as stack:
-            if messages.REPORT_VARIABLE in environ:
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="compat-report-"))
-                environ[messages.REPORT_VARIABLE] = os.path.join(folder, "report.json")
+            if messages.OUTCOME_VARIABLE in environ:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="compat-outcome-"))
+                environ[messages.OUTCOME_VARIABLE] = os.path.join(folder, "outcome.json")
             status = self.run_with(command, environ)
             # None was requested, or the script was killed.
             with contextlib.suppress(KeyError, FileNotFoundError):
-                with open(environ[messages.REPORT_VARIABLE], encoding="utf-8") as file:
-                    report = json.load(file)
-        return self.end(status, report)
+                with open(environ[messages.OUTCOME_VARIABLE], encoding="utf-8") as file:
+                    outcome = json.load(file)
+        return self.end(status, outcome)
 
     def run_with(self, command: List[str], environ: Dict[str, str]) -> int:
         """Run the command, pass signals on to it, and return its exit status."""
@@ -181,12 +188,12 @@ class _Rank:
         for stream in forwarded.values():
             stream.end()
 
-    def end(self, status: int, report: Any) -> int:
+    def end(self, status: int, outcome: Any) -> int:
         """Report how the command ended, delay the end as far as it helps, and return the status."""
         lines = self.traceback.lines if status else []
         lost = next(filter(None, map(_LOST.match, lines)), None)
         others = lost is not None and (lost.group(1) or True)
-        ended = Ended(self.rank, status, lines, others, self.terminated, report)
+        ended = Ended(self.rank, status, lines, others, self.terminated, outcome)
         self.send(messages.END, json.dumps(ended))
         if status or self.terminated or self.interrupted:
             processes.end_group(self.script)

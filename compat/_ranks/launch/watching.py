@@ -9,6 +9,7 @@ import collections
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from .processes import await_end, kill
 
 # How long a launcher may take to end the other ranks, after one has failed, in seconds.
 GRACE = 15.0
+# How long the traceback of a rank that fails is held back, for the report of the job, in seconds.
+HELD = 3.0
 
 
 def root_cause(ended: List[Ended], status: int = 0) -> Optional[Ended]:
@@ -60,6 +63,10 @@ class WatchedRanks:
         self.scripts: Dict[int, int] = {}  # and the script's own
         self.launcher_said: List[str] = []
         self.is_starting = True  # nothing was printed yet
+        # Of ranks that fail, the lines of the traceback, which may be another's as well, and since
+        # when they are held back.
+        self.held: Dict[int, List[str]] = {}
+        self.held_since: Dict[int, float] = {}
         # Of texts too long for one message, what has come: other ranks' messages come between.
         self.parts: Dict[Tuple[int, str], List[str]] = collections.defaultdict(list)
 
@@ -85,6 +92,12 @@ class WatchedRanks:
         parts.clear()
         if kind == messages.START:
             self.processes[rank], self.scripts[rank] = map(int, text.split())
+        elif mark == messages.HELD:
+            self.is_starting = False
+            if self.output.logs is not None:
+                self.output.logs.add(rank, kind, text, False)
+            self.held.setdefault(rank, []).append(text)
+            self.held_since.setdefault(rank, time.monotonic())
         elif kind in (messages.OUT, messages.ERR):
             self.is_starting = False
             self.output.add(rank, kind, text, mark == messages.UNFINISHED)
@@ -94,6 +107,30 @@ class WatchedRanks:
             if end.status > 128 and any(earlier.lost for earlier in self.ended):
                 end = end._replace(terminated=True)
             self.ended.append(end)
+
+    def show_held(self, seconds: float = 0.0) -> None:
+        """Show the tracebacks that were held back for so long."""
+        for rank in sorted(self.held):
+            if time.monotonic() - self.held_since[rank] >= seconds:
+                for line in self.held.pop(rank):
+                    self.output.show(rank, messages.ERR, line, False)
+
+    def _show_others(self, lines: List[str], blamed: int) -> List[int]:
+        """Show the tracebacks that are held back and are not these lines.
+
+        Arguments:
+            lines: the traceback that the report of the failure has.
+            blamed: the rank that has printed them.
+
+        Returns:
+            The other ranks with the same traceback, but for the number of the rank.
+        """
+        reported = _unnumbered(self.held.pop(blamed, lines))
+        same = [rank for rank in sorted(self.held) if _unnumbered(self.held[rank]) == reported]
+        for rank in same:
+            del self.held[rank]
+        self.show_held()
+        return same
 
     def failure(self, status: int) -> Optional[str]:
         """Return how the job has failed, in a phrase, or None if it has not.
@@ -112,9 +149,9 @@ class WatchedRanks:
         """Return the ranks that have not reported their ends: their machines may have failed."""
         return sorted(set(range(self.size)) - {end.rank for end in self.ended})
 
-    def reports(self) -> Dict[int, Any]:
-        """Return the ranks' reports for ``compat run --report``, by rank."""
-        return {end.rank: end.report for end in self.ended if end.report is not None}
+    def outcomes(self) -> Dict[int, Any]:
+        """Return what the ranks' scripts have left for ``compat run``, by rank."""
+        return {end.rank: end.outcome for end in self.ended if end.outcome is not None}
 
     def conclude(self, status: int, then: str = "") -> int:
         """Print which rank failed, its traceback last, and return the job's exit status.
@@ -125,6 +162,8 @@ class WatchedRanks:
         """
         self.output.end()
         failure, blame = self.failure(status), root_cause(self.ended, status)
+        if blame is None:
+            self.show_held()
         if failure is None:
             return 0
         if blame is None:
@@ -139,11 +178,16 @@ class WatchedRanks:
         shown = blame
         if not blame.status or blame.terminated:  # those that waited for it know what for
             shown = next((end for end in self.ended if end.lost or end.aborted), blame)
+        # A SyntaxError has no traceback.
+        lines = shown.traceback or self.held.get(shown.rank, [])
+        same = self._show_others(lines, shown.rank)
+        if same:
+            report.append(f"compat run: {errors.numbered_ranks(same)} failed with the same error.")
         if shown is not blame and shown.aborted:
             aborted = _rank_ended(shown, self.size)
             report.append(f"compat run: then {aborted}; the others were ended.")
         report += sum(map(self.output.dropped, sorted({blame.rank, shown.rank})), [])
-        output.say("\n".join(report + shown.traceback).rstrip("\n"))
+        output.say("\n".join(report + lines).rstrip("\n"))
         return shown.status or status or 1
 
 
@@ -160,8 +204,8 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
         max_restarts: how many more times a job that fails is started, at most.
 
     Returns:
-        The exit status: the failing rank's, or 128 + the number of the signal. And the reports of
-        the ranks of the last start, by rank, where ``compat run --report`` requested them.
+        The exit status: the failing rank's, or 128 + the number of the signal. And the
+        outcomes of the ranks of the last start, by rank: see ``messages.OUTCOME_VARIABLE``.
     """
     signals: List[int] = []
     # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
@@ -175,6 +219,7 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
             restarted = dict(environ, COMPAT_RESTART=str(restart))
             status = _run(command, restarted, ranks, signals, elsewhere)
             if signals:
+                ranks.show_held()
                 ranks.output.end()
                 break
             failure, is_last, then = ranks.failure(status), restart == max_restarts, ""
@@ -182,7 +227,7 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
                 then = " No restart is left (--max-restarts {}).".format(max_restarts)
             status = ranks.conclude(status, then)
             if failure is None or is_last:
-                return status, ranks.reports()
+                return status, ranks.outcomes()
             text = f"compat run: restart {restart + 1} of {max_restarts}, because {failure}."
             output.say(text)
             if not elsewhere:
@@ -194,7 +239,7 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return 128 + signals[0], ranks.reports()
+    return 128 + signals[0], ranks.outcomes()
 
 
 def _run(command, environ, ranks, signals, elsewhere):
@@ -232,6 +277,7 @@ def _listen(launcher, ranks, signals, elsewhere):
             deadline = time.monotonic() + seconds
         if signals and len(ranks.ended) == ranks.size:
             break
+        ranks.show_held(HELD)
         if select.select([descriptor], [], [], 0.2)[0]:
             data = os.read(descriptor, 65536)
             *lines, rest = (rest + data).split(b"\n")
@@ -285,6 +331,11 @@ def _end(launcher):
             launcher.wait(GRACE)
             return
         kill(-launcher.pid, signal.SIGKILL)
+
+
+def _unnumbered(lines):
+    """Return lines without the numbers of ranks."""
+    return [re.sub(r"\b([Rr]ank) \d+\b", r"\1", line) for line in lines]
 
 
 def _rank_ended(ended, size):

@@ -118,8 +118,20 @@ class RanksContract(Jobs):
     @pytest.mark.row("shard() of a generator")
     def test_what_comes_in_batches_trains_to_the_numbers_of_one_process(self, results):
         """Computed in threads and in processes; the generator gives ranks a tiny batch more."""
-        _, (first, second) = self.same_as_one(results, 2, "batches")
+        _, ranks = self.same_as_one(results, 2, "batches")
+        first, second = (dict(facts, **{"same rows": None}) for facts in ranks)
         assert first == second
+
+    def test_ranks_that_train_on_the_same_rows_are_warned_once_on_rank_0(self, results):
+        """But not where ``fit()`` splits the data, as under ``compat run --parallelize``."""
+        one, (first, second) = self.same_as_one(results, 2, "batches", "unsharded")
+        assert first["same rows"] == [
+            "All 2 ranks train MODEL on the same rows, so that an epoch takes as long as in one "
+            "process: call compat.shard(), as in x, y = compat.shard((x, y)), which gives each "
+            "rank its own. (Ignore this if their batches are meant to be the same.)"
+        ]
+        assert one["same rows"] == second["same rows"] == []
+        assert first["reported"] and second["reported"] and not one["reported"]
 
     @pytest.mark.row("shard() of a Sequence or PyDataset")
     @pytest.mark.row("shard() of a generator")

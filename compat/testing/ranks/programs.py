@@ -15,6 +15,7 @@ import numpy as np
 
 import compat
 
+from ..._runtime.process import process
 from ..models import (
     CASES,
     UNCHANGED,
@@ -336,6 +337,7 @@ def batches(keras, folder, processes):
             fitted(source)
         except compat.RankError as error:
             facts[name] = str(error)
+    arrays.update(_unsharded(keras, facts))
     path = os.path.join(folder, "barrier-{}".format(compat.size()))
     if compat.rank() == compat.size() - 1:
         time.sleep(0.5)
@@ -343,6 +345,31 @@ def batches(keras, folder, processes):
     compat.barrier()
     facts["waited"] = os.path.exists(path)
     return arrays, facts
+
+
+def _unsharded(keras, facts):
+    """Train without ``shard()``: a batch is the same on all ranks, but for ``--parallelize``."""
+    inputs, targets = CASES["dense"].data(ROWS)
+    model = compat.parallelize(lambda: _start(keras, "dense"))
+    model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.train_on_batch(inputs[:9], targets[:9])
+    told = [str(each.message) for each in caught if each.category is compat.CompatWarning]
+    facts["same rows"] = [text.replace(repr(model.name), "MODEL") for text in told]
+    facts["reported"] = list(compat.report().same_rows) == [model.name]
+    has_sharded, process.has_sharded, process.parallelizes_compiled = (
+        process.has_sharded,
+        False,
+        True,
+    )
+    try:
+        compat.parallelize(model)
+        fit_in_order(model, inputs, targets, BATCH)
+    finally:
+        process.has_sharded, process.parallelizes_compiled = has_sharded, False
+    return _weights(model, "unsharded")
 
 
 # How far weights may be from one process's, whose matrix products are in that type, too.

@@ -2,9 +2,11 @@
 
 import os
 import re
+import sys
 
 import numpy as np
 import pytest
+from outcomes import ended
 
 from compat.testing import slow
 
@@ -109,6 +111,32 @@ def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
 @slow
 def test_ranks_in_different_calls_are_told_which(tmp_path):
     ranks.check_different_calls(tmp_path, "torch", ranks.DOES_A_STEP)
+
+
+SAVES = """
+import torch
+torch.save({"weight": torch.ones(2)}, "net.pt")
+"""
+
+
+def test_ranks_that_save_to_one_file_and_train_nothing_together_are_reported(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SAVES)
+    command = [sys.executable, "-m", "compat", "run", "-n", "2", "--backend=torch", script]
+    status, out, err = ended(command, cwd=str(tmp_path))
+    assert (status, out) == (0, "")
+    assert err == (
+        "compat run: torch (--backend torch was asked for), CPU, unless the framework lists GPUs\n"
+        "compat run: 2 ranks on this machine, OMP_NUM_THREADS=1\n"
+        "compat run: no model was given to compat.parallelize(), so the 2 ranks trained nothing "
+        "together: each has run all of the script by itself. With --parallelize, its Keras models "
+        "train together.\n"
+        "compat run: ranks 0 and 1 have both saved to {}: each has overwritten what another one "
+        "had saved. Save under compat.is_chief(). Keras models that were given to "
+        "compat.parallelize() are saved by rank 0 alone.\n".format(
+            os.path.realpath(str(tmp_path / "net.pt"))
+        )
+    )
 
 
 SPLIT = """

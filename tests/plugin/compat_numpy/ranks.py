@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from compat.backend import Engine, compare_ranks, count_batch
+from compat.backend import Engine, FirstBatch, compare_ranks, count_batch
 
 from .networks import Network
 
@@ -85,19 +85,21 @@ def distribute(network, place):
     """Begin with rank 0's weights, and make gradients the mean over the rows of all ranks."""
     engine = Sockets.join(place)
     network.weights, network.velocities = engine.broadcast([network.weights, network.velocities])
-    network.gradients = functools.partial(_gradients, network, engine)
+    network.gradients = functools.partial(_gradients, network, engine, FirstBatch(engine))
     return network
 
 
-def _gradients(network, engine, inputs, targets):
+def _gradients(network, engine, first_batch, inputs, targets):
     if engine.steps % 100 == 1:
         names = ["weight {}".format(place) for place in range(len(network.weights))]
         compare_ranks(engine, names, network.weights, network.weights.__setitem__, engine.steps)
+    first_batch.see((inputs, targets))
     share = engine.share(len(inputs))
     loss, gradients = Network.gradients(network, inputs, targets)
     numbers = np.concatenate([[loss]] + [gradient.ravel() for gradient in gradients])
     numbers = engine.sum(share * numbers)
     engine.count("gradients")
+    first_batch.compare(type(network).__name__)
     ends = np.cumsum([gradient.size for gradient in gradients])[:-1]
     parts = np.split(numbers[1:], ends)
     count_batch([""], [len(inputs)], training=True)
