@@ -228,7 +228,7 @@ def execute(options: Any) -> int:
     for line in lines + _misplaced(script, options.parser):
         output.say("compat run: " + line)
     environ.update(gpu_selection.hand_over_claims())
-    program = _program(options, chosen, interpreter, environ, files)
+    program = _program(options, chosen, interpreter, environ, files, bool(other))
     if not launcher:
         if options.simulate is not None and progress.is_wanted():
             output.say(f"compat run: starting {name_of(script)}; imports may take some seconds")
@@ -247,7 +247,7 @@ def execute(options: Any) -> int:
     return status
 
 
-def _program(options, chosen, interpreter, environ, files):
+def _program(options, chosen, interpreter, environ, files, is_shadowed):
     """Return the command of the script, in ``reported_script`` where something is done around it.
 
     Arguments:
@@ -256,9 +256,12 @@ def _program(options, chosen, interpreter, environ, files):
         interpreter: the path of the script's.
         environ: its environment.
         files: as ``_files_of`` returns them.
+        is_shadowed: whether the script has another module named compat, which it would not find
+            in ``reported_script``.
     """
     script, report = script_of(options), options.report or any(files)
-    is_watched = options.simulate is not None or options.ranks not in (None, 1)
+    is_rank = options.ranks not in (None, 1)
+    is_watched = options.simulate is not None or is_rank and not is_shadowed
     if options.parallelize or report:
         if options.python is not None:
             option = "--parallelize" if options.parallelize else "--report"
