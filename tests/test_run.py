@@ -14,6 +14,7 @@ from test_main import refused
 
 import compat
 from compat._commands import run as run_command
+from compat._runtime import by_path
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -387,6 +388,16 @@ def test_what_only_ranks_can_have(script, options):
         "compat run: {0} is for a script that runs as several ranks, and this one runs alone. "
         "Add -n with 2 or more, or --hosts, or leave {0} out.\n".format(options.split()[0])
     )
+
+
+def test_how_ranks_are_started_is_shown_without_parts_of_compat():
+    own = by_path.command("_ranks.launch.starter") + ["2"]
+    assert run_command._shown(own, None) == " on this machine"
+    threads = ["env", "OMP_NUM_THREADS=1"] + own
+    assert run_command._shown(threads, None) == " on this machine, OMP_NUM_THREADS=1"
+    hosts = "first:1,second:1"
+    assert run_command._shown(own + ["--cluster"], hosts) == " on " + hosts
+    assert run_command._shown(["mpirun", "-n", "2"], None) == ": mpirun -n 2"
 
 
 def test_what_is_the_same_alone(script):
