@@ -55,6 +55,10 @@ class Graph:
                 ancestors.update(source for source, _ in self.inputs[number])
         return ancestors
 
+    def names_of_inputs(self, number: int) -> "Set[str]":
+        """Return the names of the nodes that a node has as inputs, those of variables included."""
+        return {self.nodes[source]["name"] for source, _ in self.inputs[number]}
+
     def custom_gradients(self) -> "List[int]":
         """Return the numbers of the nodes whose gradient is user-defined."""
         return [number for number, node in enumerate(self.nodes) if node["op"] == "Custom"]

@@ -6,41 +6,61 @@ context, and batch normalization between them is replaced by moments that are me
 
 import ast
 import itertools
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Set
+from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Sequence, Set, Union
 
 import mxnet as mx
 import numpy as np
 
+from ... import _keras
+from ..._runtime import synchronized as requests
 from . import batch_norm
 from .graph import Entry, Graph, inferred
+
+Requested = Union[bool, FrozenSet[str]]  # see ``synchronized``
 
 _INPUTS = ("data", "gamma", "beta", "moving_mean", "moving_var")
 
 
-def synchronized(graph: "Graph", is_asked: bool) -> "Set[int]":
+def requested(model: "Any") -> "Requested":
+    """Return which batch normalization of a Keras model is to use the whole batch's statistics."""
+    if requests.is_asked(model):
+        return True
+    layers = _keras.all_layers_of_keras2(model)  # of models within, which ask for their own
+    asking = [layer for layer in layers if requests.is_asked(layer) or requests.asks(layer)]
+    return frozenset(weight.name for layer in asking for weight in layer.weights)
+
+
+def synchronized(graph: "Graph", wanted: "Requested") -> "Set[int]":
     """Return the numbers of a graph's nodes that use the whole batch's statistics in training.
 
     Arguments:
         graph: a ``Graph``.
-        is_asked: whether all batch normalization; else operations that do so by themselves.
+        wanted: whether all batch normalization, or the names of variables of that which is to;
+            operations that do so by themselves always do.
     """
-    kinds = batch_norm.SYNCHRONIZED + (batch_norm.NORMALIZING if is_asked else ())
     return {
         number
         for number, node in enumerate(graph.nodes)
-        if node["op"] in kinds and not attribute(node, "use_global_stats", False)
+        if (node["op"] in batch_norm.SYNCHRONIZED or _is_wanted(graph, number, wanted))
+        and not attribute(node, "use_global_stats", False)
     }
 
 
-def refused(graph: "Graph", is_asked: bool, types: "Dict[str, Any]") -> "List[int]":
+def _is_wanted(graph, number, wanted):
+    if graph.nodes[number]["op"] not in batch_norm.NORMALIZING or not wanted:
+        return False
+    return wanted is True or not wanted.isdisjoint(graph.names_of_inputs(number))
+
+
+def refused(graph: "Graph", wanted: "Requested", types: "Dict[str, Any]") -> "List[int]":
     """Return those of them that several executors cannot run together.
 
     Arguments:
         graph: as for ``synchronized``.
-        is_asked: likewise.
+        wanted: likewise.
         types: of variables, by name, as far as they are known.
     """
-    numbers = sorted(synchronized(graph, is_asked))
+    numbers = sorted(synchronized(graph, wanted))
     kinds = _types(graph, numbers, types)
     return [
         number
@@ -100,7 +120,7 @@ class JoinedExecutor:
 
     Arguments:
         symbol: the graph of one replica.
-        is_asked: as for ``synchronized``.
+        wanted: as for ``synchronized``.
         replicas: those that have rows.
         requests: what becomes of gradients, by name; all others are written.
     """
@@ -108,11 +128,11 @@ class JoinedExecutor:
     def __init__(
         self,
         symbol: "Any",
-        is_asked: bool,
+        wanted: "Requested",
         replicas: "Sequence[Replica]",
         requests: "Dict[str, str]",
     ) -> None:
-        graph = _JoinedGraph(Graph([], symbol), is_asked, replicas)
+        graph = _JoinedGraph(Graph([], symbol), wanted, replicas)
 
         def named(kind):
             return {
@@ -185,11 +205,11 @@ def _named(number, name):
 class _JoinedGraph:
     """A graph, repeated for each replica."""
 
-    def __init__(self, graph, is_asked, replicas):
+    def __init__(self, graph, wanted, replicas):
         self.graph, self.replicas = graph, replicas
         self.nodes: "List[Any]" = []
         self.places: "List[Dict[Entry, Entry]]" = [{} for _ in replicas]
-        chosen = synchronized(graph, is_asked)
+        chosen = synchronized(graph, wanted)
         self._data = self._described(sorted(chosen))
         for number, node in enumerate(graph.nodes):
             if number in chosen:

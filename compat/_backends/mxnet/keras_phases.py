@@ -7,7 +7,7 @@ from keras.backend import mxnet_backend as K
 
 from ... import _rows
 from ..._rows import Fallback, Reason, splitting
-from ..._runtime import synchronized, work
+from ..._runtime import work
 from . import joined_executors, partition
 from .executors import arrays_for, bound
 from .graph import Graph
@@ -58,10 +58,11 @@ class Phase:
             fallback = Fallback(Reason.CROSS_BATCH)
         elif len(self.contexts) > 1:  # else one runs the whole batch
             propagation, fallback = self._propagate(graph, inputs)
-        is_asked = synchronized.is_asked(model)
+        # Batch normalization by the statistics of the whole batch: see ``joined_executors``.
+        self.wanted, self.is_joined = joined_executors.requested(model), False
         if self.is_train and fallback is None:
             types = {name: array.dtype for name, array in self.arrays[0].items()}
-            refused = joined_executors.refused(graph, is_asked, types)
+            refused = joined_executors.refused(graph, self.wanted, types)
             if refused and len(self.contexts) > 1:
                 name = graph.nodes[refused[0]]["name"]
                 propagation, fallback = Propagation(graph), Fallback(Reason.CROSS_BATCH, name)
@@ -70,10 +71,8 @@ class Phase:
             context = self.contexts[0]
             _rows.warn_unsplit(model, model.name, fallback, context, reach, replicas)
         self.body, self.head_symbol, self.cuts, self.places = partition.cut(propagation)
-        # Whether replicas normalize by the statistics of all of them: see ``joined_executors``.
-        self.is_asked, self.is_joined = is_asked, False
         if self.is_train and self.cuts:
-            nodes = joined_executors.synchronized(Graph([], self.body), is_asked)
+            nodes = joined_executors.synchronized(Graph([], self.body), self.wanted)
             self.is_joined = bool(nodes)
 
     def _propagate(self, graph, inputs):
@@ -107,6 +106,8 @@ class Phase:
         """Return whether this phase can run these inputs; a new one has to be made otherwise."""
         # A trial on a single row is inconclusive.
         is_tried = self.is_tried or inputs[0].shape[0] == 1
+        if self.is_train and self.wanted != joined_executors.requested(self.replicas.model):
+            return False
         return not self.cuts or (self._divides(inputs) and is_tried)
 
     # Executors ----------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class Phase:
         filled = [replica for replica, size in enumerate(self.sizes) if size]
         if is_joined:
             running = [made[replica] for replica in filled]
-            made = running = JoinedExecutor(self.body, self.is_asked, running, {}).replicas
+            made = running = JoinedExecutor(self.body, self.wanted, running, {}).replicas
         else:
             running = [made[replica] for replica in filled]
         self.bodies = made

@@ -33,15 +33,15 @@ def exchanging(engine: "Any", share: float) -> "Iterator[None]":
         _step.clear()
 
 
-def synchronized(symbol: "Any", is_asked: bool) -> "Any":
+def synchronized(symbol: "Any", wanted: "joined_executors.Requested") -> "Any":
     """Return a graph in which batch normalization has the moments of all ranks.
 
     Arguments:
         symbol: the graph.
-        is_asked: as for ``joined_executors.synchronized``.
+        wanted: as for ``joined_executors.synchronized``.
     """
     graph = Graph([], symbol)
-    chosen = joined_executors.synchronized(graph, is_asked)
+    chosen = joined_executors.synchronized(graph, wanted)
     if not chosen:
         return symbol
     nodes: "List[Any]" = []

@@ -14,11 +14,11 @@ import numpy as np
 from ..._ranks import keras2, step_functions
 from ..._ranks import state as rank_state
 from ..._ranks.engines import horovod
-from ..._runtime import patching, synchronized
-from . import ranked_batch_norm
+from ..._runtime import patching
+from . import joined_executors, ranked_batch_norm
 from .synchronization import wait_for_updates
 
-_RANKED = "_compat_ranked_graph"  # an attribute: the model's, whether asked, and that of ranks
+_RANKED = "_compat_ranked_graph"  # an attribute: the model's, what is wanted, and that of ranks
 
 
 class MXNetHorovod(horovod.HorovodEngine):
@@ -99,12 +99,12 @@ class MakeMXNetTrainFunction(keras2.MakeFunction):
 
     def synchronize(self, model):
         """Have layers use the statistics of all ranks if they are to; return whether they do."""
-        is_asked, graph = synchronized.is_asked(model), model._train_mxnet_symbol
-        plain, asked, ranked = vars(model).get(_RANKED) or (None, None, None)
-        if graph is not ranked or is_asked != asked:
+        wanted, graph = joined_executors.requested(model), model._train_mxnet_symbol
+        plain, present, ranked = vars(model).get(_RANKED) or (None, None, None)
+        if graph is not ranked or wanted != present:
             plain = plain if graph is ranked else graph
-            ranked = ranked_batch_norm.synchronized(plain, is_asked)
-            patching.attach(model, _RANKED, (plain, is_asked, ranked))
+            ranked = ranked_batch_norm.synchronized(plain, wanted)
+            patching.attach(model, _RANKED, (plain, wanted, ranked))
             if graph is not ranked:
                 model._train_mxnet_symbol = ranked
                 model._module._buckets.pop("train", None)  # its executor, if there is one

@@ -511,3 +511,25 @@ def test_a_script_with_batch_normalization_is_the_same_if_it_is_synchronized(tmp
         verdict = re.sub(r"; \d+ values", "; N values", out.rpartition("-" * 72)[2])
         verdict = re.sub(r": \S+ of its size.*", ": D of its size", verdict)
         assert (status, verdict) == (expected_status, text), err
+
+
+def test_keras_models_within_another_that_ask_for_it(keras):
+    """A request of a model is one for all within it, and for none outside."""
+    layers, results = keras.layers, []
+    x = rows(14)
+    for inner, outer in ((None, None), (True, False), (False, True), (False, False)):
+        within = keras.models.Sequential([
+            layers.Dense(4, input_shape=(36,), kernel_initializer="ones"),
+            layers.BatchNormalization(axis=1),
+        ])  # fmt: skip
+        model = keras.models.Sequential([within, layers.Dense(3, kernel_initializer="ones")])
+        if inner is not None:
+            parallelize(within, inner)
+            parallelize(model, outer)
+        model.compile("sgd", "mse")
+        model.train_on_batch(x, x[:, :3])
+        results.append(model.get_weights())
+    expected, *synchronized, apart = results
+    for found in synchronized:
+        assert_close(found, expected, 1e-4)
+    assert max(np.abs(a - b).max() for a, b in zip(apart, expected)) > 1e-3

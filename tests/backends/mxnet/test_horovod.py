@@ -175,6 +175,27 @@ x, y = x.astype("float64") * 2 + 1, y.astype("float64")
 inputs, targets = compat.shard((x, y), BATCH)
 for is_asked in (False, True):
     normalizing("normalizing%d" % is_asked, is_asked)
+
+
+def nested(name, inner, outer):
+    "A model in another one asks for it, or the other one does, or a layer by its class."
+    norm = layers.BatchNormalization if inner is not None else SyncBatchNormalization
+    within = keras.models.Sequential([dense(3, input_shape=(6,)), norm(axis=1)])
+    if inner is not None:
+        compat.parallelize(within, sync_batch_norm=inner)
+    model = keras.models.Sequential([within, dense(1)], name=name)
+    compat.parallelize(model, sync_batch_norm=outer).compile("sgd", "mse")
+    model.fit(inputs, targets, rows, epochs=1, shuffle=False, verbose=0)
+    weights[name] = model.get_weights()
+
+
+class SyncBatchNormalization(layers.BatchNormalization):
+    pass
+
+
+nested("nested_inner", True, False)
+nested("nested_outer", False, True)
+nested("nested_layer", None, False)
 keras.backend.set_floatx("float32")
 """
 
@@ -330,7 +351,7 @@ def check_optimizers(jobs):
 def test_batch_norm_uses_the_statistics_of_all_ranks(jobs):
     ((one,), (alone,)), ((chief, other), said) = (job["batch_norm"] for job in jobs)
     assert all(np.array_equal(chief[key], other[key]) for key in one)
-    keys = [key for key in one if key.startswith("normalizing1")]
+    keys = [key for key in one if key.startswith(("normalizing1", "nested"))]
     for key in keys:
         np.testing.assert_allclose(chief[key], one[key], rtol=1e-9, atol=1e-9)
     assert any(np.abs(chief[k] - one[k]).max() > 1e-3 for k in one if k not in keys)
