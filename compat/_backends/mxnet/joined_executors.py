@@ -143,7 +143,7 @@ class JoinedExecutor:
 
         gradients, groups = named("gradients"), named("groups")
         groups.update((_named(n, ""), replica.context) for n, replica in enumerate(replicas))
-        wanted = {
+        written = {
             _named(number, name): requests.get(name, "write")
             for number, replica in enumerate(replicas)
             for name in replica.gradients
@@ -152,7 +152,7 @@ class JoinedExecutor:
             replicas[0].context,
             named("arguments"),
             args_grad=gradients,
-            grad_req={name: wanted.get(name, "null") for name in named("arguments")},
+            grad_req={name: written.get(name, "null") for name in named("arguments")},
             aux_states=named("states"),
             group2ctx=groups,
         )
