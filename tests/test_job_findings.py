@@ -68,6 +68,21 @@ def test_ranks_that_trained_nothing_together_are_reported_when_the_job_ends(run,
     )
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import horovod",
+        "import os; os.environ['TF_CONFIG'] = '{}'\n"
+        "class MultiWorkerMirroredStrategy: pass\n"
+        "strategy = MultiWorkerMirroredStrategy()",
+    ],
+    ids=["library", "strategy"],
+)
+def test_a_script_may_have_its_own_communication(run, tmp_path, text):
+    (tmp_path / "horovod.py").write_text("")
+    assert run(text, "-n", "2") == (0, "", BEGIN)
+
+
 def test_ranks_with_a_report_are_told_so_once(run):
     status, _, err = run("", "-n", "2", "--report")
     assert (status, err) == (

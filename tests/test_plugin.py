@@ -280,6 +280,12 @@ OVER_NONE = (
             OVER_NONE.replace("given", "compiled or given"),
             marks=pytest.mark.slow,
         ),
+        (
+            [],
+            CONFIGURED + "try:\n    compat.parallelize(1)\nexcept TypeError:\n    pass\n",
+            "compat.parallelize() failed for 'int' (NotAModelError)"
+            + OVER_NONE[OVER_NONE.index(",") :],
+        ),
         ([], PARALLELIZED, None),
         pytest.param(["--simulate=1"], CONFIGURED, None, marks=pytest.mark.slow),
     ],

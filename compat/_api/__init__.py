@@ -174,13 +174,7 @@ def parallelize(
         DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
         RankError: the ranks cannot train together (a ``RuntimeError``).
     """
-    name = getattr(model, "name", None) or getattr(model, "__qualname__", type(model).__name__)
-    try:
-        parallelized = _parallelize(model, gpus, strategy, sync_batch_norm)
-    except Exception as error:
-        process.refused[str(name)] = type(error).__name__
-        raise
-    process.refused.pop(str(name), None)
+    parallelized = _parallelize_or_note(model, gpus, strategy, sync_batch_norm)
     if process.parallelizes_compiled:
         _split_in_fit(parallelized, lambda: not process.has_sharded)
     return note_by_hand(parallelized)
@@ -188,7 +182,7 @@ def parallelize(
 
 def _parallelize_compiled(model, gpus=None):
     """Parallelize a model before it is compiled, under ``configure_gpu(parallelize=True)``."""
-    _parallelize(model, gpus)
+    _parallelize_or_note(model, gpus)
     _split_in_fit(model, lambda: True)
 
 
@@ -218,6 +212,18 @@ def note_by_hand(model: "Any") -> "Any":
         if _keras.keras_of(model) is not None:
             patching.attach(model, automatic_parallel.BY_HAND, True)
     return model
+
+
+def _parallelize_or_note(model, *options):
+    """Parallelize a model; note for reports if that fails."""
+    name = getattr(model, "name", None) or getattr(model, "__qualname__", type(model).__name__)
+    try:
+        parallelized = _parallelize(model, *options)
+    except Exception as error:
+        process.refused[str(name)] = type(error).__name__
+        raise
+    process.refused.pop(str(name), None)
+    return parallelized
 
 
 def _parallelize(model, gpus=None, strategy=None, sync_batch_norm=None):

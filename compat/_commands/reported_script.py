@@ -7,6 +7,7 @@ the end where the script has used one device only. Each rank leaves its outcome 
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -16,7 +17,7 @@ import types
 import zipfile
 from typing import Any, Dict, List
 
-from .. import _api, _ranks
+from .. import _api, _ranks, errors
 from .._api import device_use
 from .._configuration.settings import listed
 from .._ranks.launch.messages import HOLD, OUTCOME_VARIABLE, RELEASE
@@ -111,8 +112,15 @@ def _outcome():
 
 
 def _has_own_communication():
-    """Return whether the script may train its ranks together by a library that it has imported."""
-    return any(name in sys.modules for name in ("horovod", "mpi4py"))
+    """Return whether the script may train its ranks together without compat."""
+    if any(name in sys.modules for name in ("horovod", "mpi4py")):
+        return True
+    if "TF_CONFIG" not in os.environ:
+        return False
+    names = "MultiWorkerMirroredStrategy", "CollectiveAllReduceStrategy"
+    strategies = [each for each in gc.get_objects() if type(each).__name__ in names]
+    ours = [getattr(engine, "strategy", None) for engine in process.engines.values()]
+    return any(strategy not in ours for strategy in strategies)
 
 
 def _without_own_frames(hook, leave):
@@ -153,7 +161,7 @@ def _say_where(model, where):
 
 
 def _say_if_unused(owner, failures):
-    if process.uses_devices or process.refused or failures or os.getpid() != owner:
+    if process.uses_devices or failures or os.getpid() != owner:
         return
     remedy = " With --parallelize, its Keras models run on the simulated devices."
     if process.configuration is None:
@@ -162,10 +170,10 @@ def _say_if_unused(owner, failures):
         return
     else:
         compiled, remedy = ("compiled or ", "") if process.parallelizes_compiled else ("", remedy)
-        problem = (
-            f"no model was {compiled}given to compat.parallelize(), so none was split over "
-            f"{listed(process.configuration.devices)}."
-        )
+        problem = f"no model was {compiled}given to compat.parallelize()"
+        if process.refused:
+            problem, remedy = errors.not_parallelized(process.refused), ""
+        problem += f", so none was split over {listed(process.configuration.devices)}."
     _say("compat run: " + problem + remedy)
 
 

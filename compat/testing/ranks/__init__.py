@@ -133,6 +133,10 @@ class RanksContract(Jobs):
         assert one["same rows"] == second["same rows"] == []
         assert first["reported"] and second["reported"] and not one["reported"]
 
+    def test_a_device_has_the_same_name_on_each_rank(self, results):
+        (_, one), *_ = results(1, "batches")
+        assert [facts["device"] for _, facts in results(2, "batches")] == [one["device"]] * 2
+
     @pytest.mark.row("shard() of a Sequence or PyDataset")
     @pytest.mark.row("shard() of a generator")
     def test_other_batches_on_other_ranks_are_an_error(self, results):

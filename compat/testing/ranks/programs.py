@@ -358,6 +358,7 @@ def _unsharded(keras, facts):
             model.train_on_batch(inputs[:9], targets[:9])
     told = [str(each.message) for each in caught if each.category is compat.CompatWarning]
     facts["same rows"] = [text.replace(repr(model.name), "MODEL") for text in told]
+    facts["device"] = compat.report().devices[0].device
     facts["reported"] = list(compat.report().same_rows) == [model.name]
     has_sharded, process.has_sharded, process.parallelizes_compiled = (
         process.has_sharded,
