@@ -238,9 +238,11 @@ def test_refused(launcher):
 
 def test_docs_have_a_row_for_each():
     with open(DOCS, encoding="utf-8") as file:
-        rows = [line.strip("|\n ").split(" | ") for line in file if line.startswith("| ")]
-    joined = {row[0].replace("`", "") for row in rows if len(row) == 4}
-    refused = {row[0].replace("`", "") for row in rows if len(row) == 3}
+        rows = [line.strip("|\n ").split("|") for line in file if line.startswith("| ")]
+    named = {4: set(), 3: set()}
+    for row in rows:
+        named[len(row)].update(row[0].strip().replace("`", "").split("; "))
+    joined, refused = named[4], named[3]
     assert joined - {"launcher", "---"} == set(JOINED)
     assert refused - {"environment", "---"} == set(REFUSED)
 

@@ -227,7 +227,7 @@ FEWER = [("-n 8", "-n 2"), ("machines 4", "machines 2"), (",node3:1,node4:1", ""
 
 @pytest.mark.parametrize(
     "sections, commands, changes",
-    [(FIRST, 5, FEWER[:1]), pytest.param(None, 9, FEWER, marks=slow)],
+    [(FIRST, 5, FEWER[:1]), pytest.param(None, 8, FEWER, marks=slow)],
     ids=["to ranks", "all"],
 )
 def test_page_of_one_gpu_to_many(tmp_path, sections, commands, changes):
