@@ -294,6 +294,7 @@ OF_ONE_BACKEND = {
     "mxnet.comparison": "no version of an array: values tell whether it was written",
     "mxnet.executors": "graphs are bound to a context before they run",
     "mxnet.gradient_store": "Module has gradients summed by an object, a KVStore",
+    "mxnet.invocations": "one function of MXNet's computes all operations on arrays",
     "mxnet.joined_executors": "executors cannot wait for each other within a graph",
     "mxnet.keras_mxnet_fixes": "faults of keras-mxnet",
     "mxnet.keras_phases": "a graph for each of training, testing and prediction, cut in two",
@@ -385,6 +386,7 @@ OF_ONE_BACKEND = {
 # proves it.
 TESTED_IN = {
     "cntk.ranks": "test_mpi.py",
+    "mxnet.invocations": "test_batch_norm.py",
     "mxnet.joined_executors": "test_batch_norm.py",
     "mxnet.ranked_batch_norm": "test_horovod.py",
     "mxnet.ranks": "test_horovod.py",

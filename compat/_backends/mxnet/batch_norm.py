@@ -5,7 +5,6 @@ The formulas are those of arrays and of symbols: ``F`` is ``mx.nd`` or ``mx.sym`
 
 import contextlib
 import functools
-import inspect
 import threading
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
@@ -16,6 +15,8 @@ from ..._rows.replica_threads import DifferentReductions, current_turn
 from ..._runtime import patching
 from . import reductions
 from .arrays import is_numpy
+from .graph import Graph
+from .invocations import Interception, handle_of
 
 #: Operations that normalize by their batch's statistics if a model is asked for it; and always.
 NORMALIZING = ("BatchNorm", "BatchNorm_v1", "_npx_batch_norm", "_contrib_BatchNormWithReLU")
@@ -123,7 +124,10 @@ def synchronizing(is_asked: "Optional[bool]") -> "Iterator[None]":
         is_asked: whether all of them, or else those that do so by themselves; None: none of them.
     """
     before = _is_asked()
-    with _OPERATIONS:
+    with contextlib.ExitStack() as stack:
+        if is_asked is not None:
+            stack.callback(Interception(_called).take_back)
+            stack.enter_context(_COMPILED)
         _scope.is_asked = is_asked
         try:
             yield
@@ -131,57 +135,79 @@ def synchronizing(is_asked: "Optional[bool]") -> "Iterator[None]":
             _scope.is_asked = before
 
 
-def _operations():
-    """Yield owners, names and wrappers of MXNet's functions."""
-    spaces = [mx.nd, mx.nd.op, mx.nd.contrib, getattr(mx, "npx", None)]
-    spaces += [getattr(mx.nd, "numpy_extension", None)]
-    for space in spaces:
-        for name in ("BatchNorm", "BatchNorm_v1", "batch_norm", "BatchNormWithReLU"):
-            if hasattr(space, name):
-                yield space, name, functools.partial(_replacement, name)
-    yield mx.nd.contrib, "SyncBatchNorm", functools.partial(_replacement, "SyncBatchNorm")
-
-
-_OPERATIONS = patching.SharedPatches(_operations)
-
 #: Attributes of the operations that normalize; MXNet's number has the digits of float32.
 DEFAULTS = {"eps": float(np.float32(1e-3)), "momentum": 0.9, "fix_gamma": True}
 
 
-def _replacement(name, plain):
-    """Return what replaces an operation's function."""
-    signature = inspect.signature(plain)
-
-    @functools.wraps(plain)
-    def batch_norm(*args, **kwargs):
-        is_own = name == "SyncBatchNorm"
-        if _is_asked() is None or not (is_own or _is_asked()):
-            return plain(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs).arguments
-        bound.update(bound.pop("kwargs", {}))
-        given = {key: value for key, value in bound.items() if value is not mx.base._Null}
-        if not mx.autograd.is_training() or given.get("use_global_stats"):
-            return plain(*args, **kwargs)
-        if current_turn() is not None:
-            return _of_all_replicas(name, given)
-        if is_own:  # which would wait for executors on other contexts
-            given = {key: value for key, value in given.items() if key not in ("key", "ndev")}
-            return mx.nd.BatchNorm(**given)
-        return plain(*args, **kwargs)
-
-    return batch_norm
+@functools.lru_cache(maxsize=None)
+def _kinds():
+    """Return the names of the operations that normalize, by MXNet's numbers for them."""
+    return {handle_of(name): name for name in reversed(NORMALIZING + SYNCHRONIZED)}
 
 
-def _of_all_replicas(name, given):
-    """Compute an operation, with these arguments, for the whole batch."""
-    names = "data", "gamma", "beta", "moving_mean", "moving_var"
-    inputs = [given[name] for name in names if name in given]
-    others = given.get("output_mean_var"), given.get("out"), name == "BatchNorm_v1"
-    if len(inputs) < len(names) or any(value not in (None, False) for value in others):
-        raise DifferentReductions  # then the block runs unsplit
+def _called(call, handle, inputs, names, values, out, *options):
+    """Compute an operation for the whole batch, if it is to; else as MXNet does."""
+    is_asked = _is_asked()
+    name = None if is_asked is None else _kinds().get(handle)
+    is_own = name in SYNCHRONIZED
+    attributes = dict(zip(names, map(_parsed, values)))
+    if (
+        not (is_own or name and is_asked)
+        or not mx.autograd.is_training()
+        or attributes.get("use_global_stats")
+    ):
+        return call(handle, inputs, names, values, out, *options)
+    if current_turn() is not None:
+        if out is not None:
+            raise DifferentReductions  # then the block runs unsplit
+        return _of_all_replicas(name, inputs, attributes)
+    if is_own:  # which would wait for executors on other contexts
+        kept = {name: v for name, v in zip(names, values) if name not in ("key", "ndev")}
+        handle, names, values = handle_of("BatchNorm"), list(kept), list(kept.values())
+    return call(handle, inputs, names, values, out, *options)
+
+
+def _parsed(value):
+    """Return the value of an attribute, which a script may have given as a text."""
+    return {"true": True, "false": False}.get(str(value).lower(), value)
+
+
+def _uncompiled(call):
+    """Return what replaces the method by which Gluon calls a compiled block, which cannot wait."""
+
+    @functools.wraps(call)
+    def uncompiled(block, *args):
+        is_asked = _is_asked()
+        if is_asked is None or not mx.autograd.is_training():
+            return call(block, *args)
+        if not isinstance(block, mx.gluon.SymbolBlock):
+            with patching.replaced(block, _active=False):
+                return mx.gluon.HybridBlock.forward(block, *args)
+        if current_turn() is not None and is_in_graph(block, is_asked):
+            raise DifferentReductions
+        return call(block, *args)
+
+    return uncompiled
+
+
+# Of all blocks: one may be kept where its parent does not know of it.
+_COMPILED = patching.SharedPatches(lambda: [(mx.gluon.HybridBlock, "_call_cached_op", _uncompiled)])
+
+
+def is_in_graph(block: "Any", is_asked: bool) -> bool:
+    """Return whether a ``SymbolBlock`` is to normalize by the statistics of the whole batch."""
+    kinds = SYNCHRONIZED + (NORMALIZING if is_asked else ())
+    graph = Graph([], mx.sym.Group(list(block._cached_graph[1])))
+    return any(node["op"] in kinds for node in graph.nodes)
+
+
+def _of_all_replicas(name, inputs, given):
+    """Compute an operation, with these arrays and attributes, for the whole batch."""
+    if len(inputs) < 5 or given.get("output_mean_var") or name == "BatchNorm_v1":
+        raise DifferentReductions
     is_np = is_numpy(inputs[0])
-    inputs = [array.as_nd_ndarray() for array in inputs] if is_np else inputs
-    dtype, axis = inputs[0].dtype, given.get("axis", 1)
+    inputs = [array.as_nd_ndarray() if is_np else array for array in inputs]
+    dtype, axis = inputs[0].dtype, int(given.get("axis", 1))
     if inputs[1].dtype != dtype:  # of low precision
         inputs[0] = inputs[0].astype(inputs[1].dtype)
     data = inputs[0]
@@ -189,10 +215,10 @@ def _of_all_replicas(name, given):
     count = data.size // max(1, variance.size)
     values = [like.reshape((-1,)), variance]
     statistics, total = reductions.merge((name, axis), values, count, merged_moments)
-    attributes = {key: given.get(key, default) for key, default in DEFAULTS.items()}
+    attributes = {key: type(value)(given.get(key, value)) for key, value in DEFAULTS.items()}
     factor = correction(data.context, given.get("cudnn_off"), total)
     with synchronizing(None):
         result = normalized(mx.nd, inputs, statistics, like, axis, attributes, factor)
-    result = mx.nd.relu(result) if name == "BatchNormWithReLU" else result
+    result = mx.nd.relu(result) if name == "_contrib_BatchNormWithReLU" else result
     result = result.astype(dtype) if result.dtype != dtype else result
     return result.as_np_ndarray() if is_np else result

@@ -5,7 +5,6 @@ replaces on a model.
 """
 
 import contextlib
-import ctypes
 import threading
 from typing import Any, Dict
 
@@ -13,6 +12,7 @@ import mxnet as mx
 
 from ..._runtime import patching
 from .arrays import context_of
+from .invocations import Interception, handle_of
 from .thread_state import caller
 
 _lock = threading.Lock()
@@ -83,14 +83,14 @@ def executed(model, devices):
 
 def _operations(listener):
     """Return patches that report Gluon's imperative operations and compiled blocks."""
-    register, cached = mx.nd.register, mx.nd.CachedOp
-    invoke, call, copy = register._imperative_invoke, cached.__call__, _handle("_copyto")
+    cached, copy = mx.nd.CachedOp, handle_of("_copyto")
+    call = cached.__call__
 
     def note(result):
         for counter in listener.counters:
             counter.note(result if isinstance(result, (list, tuple)) else [result])
 
-    def invoked(handle, inputs, *args, **kwargs):
+    def invoked(invoke, handle, inputs, *args, **kwargs):
         result = invoke(handle, inputs, *args, **kwargs)
         if inputs and handle != copy:  # creating or copying an array proves nothing
             note(result)
@@ -101,10 +101,7 @@ def _operations(listener):
         note(result)
         return result
 
-    return [
-        patching.Patch(register, "_imperative_invoke", invoked),
-        patching.Patch(cached, "__call__", called),
-    ]
+    return [Interception(invoked), patching.Patch(cached, "__call__", called)]
 
 
 def _executors(listener):
@@ -121,11 +118,3 @@ def _executors(listener):
 
 
 _OPERATIONS, _EXECUTORS = _Listener(_operations), _Listener(_executors)
-
-
-def _handle(operation):
-    """Return the number by which MXNet knows an operation."""
-    handle = ctypes.c_void_p()
-    name = mx.base.c_str(operation)
-    mx.base.check_call(mx.base._LIB.NNGetOpHandle(name, ctypes.byref(handle)))
-    return handle.value

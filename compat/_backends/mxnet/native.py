@@ -12,16 +12,14 @@ from ..._rows import Fallback, Placement, Reason, splitting
 from ..._rows.replica_threads import current_turn
 from ..._rows.splitting import unsplit
 from ..._runtime import synchronized, work
-from ..._runtime.patching import replaced
 from . import batch_norm, merging, reductions, state, weight_copies
 from .arguments import Arguments
 from .arrays import context_of, leaves
-from .graph import Graph
 from .locks import making
 from .optimizer_states import move_trainer
 from .replicas import Replicas, ReplicatedCall
 from .side_effects import SideEffects
-from .state import blocks, parameters_of, states_of
+from .state import blocks, kept_blocks, parameters_of, states_of
 from .synchronization import clear_errors, wait_for_updates
 from .trial import BlockTrial
 from .verification import BlockCall
@@ -80,6 +78,11 @@ def contexts_of(block):
     return [contexts[key] for key in sorted(contexts)]
 
 
+def _asks(block):
+    """Return whether a block asks for the statistics of the whole batch, for all within it."""
+    return synchronized.asks(block) or synchronized.is_asked(block)
+
+
 class ReplicatedForward(ReplicatedCall):
     """A block's ``forward``, which Gluon calls."""
 
@@ -136,6 +139,7 @@ class BlockReplicas(Replicas):
         self._kinds: "Dict[Any, Tuple[Optional[List[Placement]], int]]" = {}
         self._done: "Set[Any]" = set()  # the kinds of which there was a call
         self._is_normalizing = False
+        self._has_asking = False  # in containers
         self.effects = SideEffects(block)
         self.verification = None  # of the first calls
         state.follow_replicas()
@@ -147,6 +151,7 @@ class BlockReplicas(Replicas):
         self.contexts = contexts
         self.names = [str(context) for context in contexts]
         self.copies = state.Copies(contexts)
+        self._has_asking = any(map(_asks, kept_blocks(self.block)))
         move(self.block, contexts[0])
 
     def prepare(self, present):
@@ -175,6 +180,9 @@ class BlockReplicas(Replicas):
         arrays = list(leaves(args))
         if not arrays or not arrays[0].shape or unsplit.here():
             # Symbols, too: the block is being exported.
+            if current_turn() is not None and synchronized.is_asked(self.block):
+                with batch_norm.synchronizing(True):  # within a block that may not ask for it
+                    return self.plain(args)
             return self.plain(args)
         with self._calling:
             return self._called(args, arrays)
@@ -232,8 +240,7 @@ class BlockReplicas(Replicas):
         self.copies.begin()
         if self._sizes is not None:
             self._sizes = work.unsplit_sizes(self.names, 1)
-        with self.uncompiled() if self.reduces() else contextlib.ExitStack():
-            return self.written(self.contexts[0], args, lambda array: array)
+        return self.written(self.contexts[0], args, lambda array: array)
 
     def written(self, context, args, rows):
         """Run the block's own ``forward`` on a context, where blocks within do not split again.
@@ -282,8 +289,7 @@ class BlockReplicas(Replicas):
 
         try:
             if reduces:
-                with self.uncompiled():
-                    outcomes = reductions.run([functools.partial(replica, i) for i in replicas])
+                outcomes = reductions.run([functools.partial(replica, i) for i in replicas])
             else:
                 outcomes = [replica(i) for i in replicas]
             results, changes = map(list, zip(*outcomes))
@@ -360,7 +366,7 @@ class BlockReplicas(Replicas):
         if not set(batch_norm.SYNCHRONIZED).isdisjoint(self.operations.values()):
             return True
         if not synchronized.is_asked(self.block):
-            return any(map(synchronized.asks, blocks(self.block)))
+            return self._has_asking or any(map(_asks, blocks(self.block)))
         parts = list(blocks(self.block))
         return bool(synchronized.layers((part.name, part) for part in parts)) or any(
             isinstance(part, mx.gluon.SymbolBlock) or not type(part).__module__.startswith("mxnet.")
@@ -375,8 +381,9 @@ class BlockReplicas(Replicas):
         """Return the running statistics of which replicas have those of their own rows."""
         is_asked, synchronizing = synchronized.is_asked(self.block), batch_norm.SYNCHRONIZED
         kinds = synchronizing + (batch_norm.NORMALIZING if is_asked else ())
-        layers = [part for part in blocks(self.block) if is_asked or synchronized.asks(part)]
-        united = {parameter for part in layers for parameter in part.params.values()}
+        asking = [part for part in blocks(self.block) if _asks(part)]
+        layers = {layer for part in asking for layer in blocks(part)}
+        united = {parameter for layer in layers for parameter in layer.params.values()}
         means, _ = states_of(self.block, self.operations)
         return [p for p in means if p not in united and self.operations.get(p.name) not in kinds]
 
@@ -384,22 +391,9 @@ class BlockReplicas(Replicas):
         """Return the name of a block that MXNet has as a graph, which cannot wait; or None."""
         for part in blocks(self.block):
             if isinstance(part, mx.gluon.SymbolBlock):
-                kinds = batch_norm.NORMALIZING if synchronized.is_asked(self.block) else ()
-                graph = Graph([], mx.sym.Group(list(part._cached_graph[1])))
-                if {node["op"] for node in graph.nodes}.intersection(
-                    kinds + batch_norm.SYNCHRONIZED
-                ):
+                if batch_norm.is_in_graph(part, synchronized.is_asked(self.block)):
                     return part.name
         return None
-
-    @contextlib.contextmanager
-    def uncompiled(self):
-        """Have blocks run operation by operation within: compiled ones cannot wait."""
-        with contextlib.ExitStack() as stack:
-            for part in dict.fromkeys(blocks(self.block)):  # one may be there twice
-                if getattr(part, "_active", False):
-                    stack.enter_context(replaced(part, _active=False))
-            yield
 
     def arrays_of(self, parameter: "Any") -> "List[Any]":
         """Return the arrays of a parameter in all replicas."""

@@ -17,7 +17,7 @@ from ... import errors
 from ..._rows import Fallback, Reason
 from ..._runtime import patching
 from . import rules
-from .arrays import are_equal, context_of, is_numpy
+from .arrays import are_equal, context_of, is_numpy, leaves
 from .comparison import differing
 from .synchronization import wait_for_copies
 
@@ -246,6 +246,14 @@ def blocks(block):
     yield block
     for child in block._children.values():
         yield from blocks(child)
+
+
+def kept_blocks(block):
+    """Yield the blocks that user-defined ones within a block keep in containers, beside Gluon's."""
+    for part in blocks(block):
+        if not type(part).__module__.startswith("mxnet."):
+            for kept in leaves(list(vars(part).values()), mx.gluon.Block):
+                yield from blocks(kept)
 
 
 def parameters_of(block):

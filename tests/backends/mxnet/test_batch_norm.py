@@ -189,6 +189,55 @@ def watched(mx, seen):
     return Watched()
 
 
+def unusual(mx, kind, is_asked):
+    """Return a block that normalizes where neither Gluon nor a patch of a function sees it."""
+    operation = mx.nd.BatchNorm  # as by ``from mxnet.nd import BatchNorm``
+    nn, data = mx.gluon.nn, mx.sym.var("data")
+    norm = nn.HybridSequential()
+    if kind == "layer" and is_asked:
+        norm.add(mx.gluon.contrib.nn.SyncBatchNorm(in_channels=36, num_devices=3))
+    elif kind == "graph":
+        norm = mx.gluon.SymbolBlock(mx.sym.BatchNorm(data, fix_gamma=False), data)
+    else:
+        norm.add(nn.BatchNorm(in_channels=36))
+    norm.initialize(mx.init.One())
+    norm.hybridize()
+
+    class Unusual(mx.gluon.Block):
+        def __init__(self):
+            super().__init__()
+            if kind == "within":
+                self.norm = parallelize(norm) if is_asked else norm
+            self.norms = [norm]
+
+        def forward(self, x):
+            if kind != "function":
+                return self.norms[0](x)
+            return operation(x, *[mx.nd.array([v] * 36, ctx=x.context) for v in (1, 0, 0, 1)])
+
+    net = Unusual()
+    return parallelize(net, kind in ("function", "container", "graph")) if is_asked else net
+
+
+@pytest.mark.row("Gluon Block")
+@pytest.mark.parametrize("kind", ["function", "container", "layer", "within", "graph"])
+def test_no_batch_norm_is_silently_that_of_each_device(mx, kind):
+    check_refusal(mx)
+    results = []
+    for is_asked in (False, True):
+        net, x = unusual(mx, kind, is_asked), mx.nd.array(rows(14))
+        x.attach_grad()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", compat.CompatWarning)
+            with mx.autograd.record():
+                out = net(x)
+        out.backward(mx.nd.array(rows(15)[1:]))
+        results.append((out.asnumpy(), x.grad.asnumpy()))
+    assert_close(*results, 1e-4)
+    texts = [str(each.message) for each in said if each.category is compat.CompatWarning]
+    assert ["runs unsplit" in text for text in texts] == [True] * (kind == "graph")
+
+
 @pytest.mark.row("Gluon Block")
 def test_what_a_block_keeps_is_that_of_one_call(mx):
     nets = [initialised(mx, lambda mx, kind: watched(mx, lambda *_: None)) for _ in range(2)]
