@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import numbers
 import re
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -76,7 +76,8 @@ class Trace:
         changes: those of Python objects that the call has made, and that have been undone.
         reductions: the ``CallReductions`` by which it can be split; None if it needs none.
         unreduced: as ``fallback``, where nothing is reduced.
-        functions: for eager calls that reduce: whether a tape records -> the ``CallFunction``.
+        functions: for eager calls that reduce: whether a tape records, and whether batches do not
+            count -> the ``CallFunction``.
         fails: whether a call on parts of a batch failed right after the trace.
     """
 
@@ -94,7 +95,7 @@ class Trace:
         self._layers = {getattr(layer, "name", None) for layer in state.layers}
         self.device = device
         self.reductions: "Optional[CallReductions]" = None
-        self.functions: "Dict[bool, Any]" = {}
+        self.functions: "Dict[Tuple[bool, bool], Any]" = {}
         self._infer(_traced(call, arguments, state, effects), arguments, state)
         self.unreduced = self.fallback
         if self.fallback is not None and self.fallback.reason in _REDUCIBLE and can_count():

@@ -465,7 +465,7 @@ class ReplicatedCall(patching.InstanceMethod):
                 raise NotSplit(fallback)
             return self._merged(part, within, effects, trace, replicas)
 
-        kind = recording()
+        kind = recording(), bool(work.uncounted)  # which a graph made within never counts
         try:
             if kind not in trace.functions:
                 trace.functions[kind] = CallFunction(split, arguments, state)

@@ -279,6 +279,7 @@ def test_a_module_with_such_a_layer_has_the_results_of_one_device(keras):
     compat.parallelize(net, sync_batch_norm=True)
     np.testing.assert_allclose(net(x), expected, rtol=1e-5, atol=1e-5)
     record = verified(registry.find("tensorflow2"), net)
-    with tf.GradientTape():
+    with told() as texts, tf.GradientTape():
         net(x)
     assert record.steps["train"] == 1 and not record.uncompared
+    assert texts == []  # such as that no batch was split: those of the verification do not count
