@@ -65,12 +65,11 @@ def peers(results, rows):
 
 
 def against_peers(results, rows):
-    yield ["work", "peer", "time, compat / peer", "bound", "CPU seconds"]
+    yield ["work", "peer", "time, compat / peer", "CPU seconds"]
     for row in rows:
         measured = results["rows"][row.name]
         wall, cpu = measured["wall"], measured["cpu"]
-        bound = "{:.2f}".format(median(measured["bound"])) if "bound" in measured else ""
-        shown = ["{:.2f}".format(median(wall)), bound, "{:.2f}".format(median(cpu))]
+        shown = ["{:.2f}".format(median(wall)), "{:.2f}".format(median(cpu))]
         yield [row.title, row.peer] + shown
 
 
