@@ -150,12 +150,10 @@ def _called(call, handle, inputs, names, values, out, *options):
     is_asked = _is_asked()
     name = None if is_asked is None else _kinds().get(handle)
     is_own = name in SYNCHRONIZED
+    if name is None or not (is_own or is_asked) or not mx.autograd.is_training():
+        return call(handle, inputs, names, values, out, *options)
     attributes = dict(zip(names, map(_parsed, values)))
-    if (
-        not (is_own or name and is_asked)
-        or not mx.autograd.is_training()
-        or attributes.get("use_global_stats")
-    ):
+    if attributes.get("use_global_stats"):
         return call(handle, inputs, names, values, out, *options)
     if current_turn() is not None:
         if out is not None:
