@@ -7,12 +7,13 @@ import json
 import os
 import re
 import sys
+import traceback
 
 import pytest
 from conftest import ROOT
 from outcomes import ended
 
-from compat._commands import job_findings
+from compat._commands import job_findings, reported_script, saved_files
 from compat._ranks.launch import messages, output, watching
 from compat._ranks.launch.messages import Ended
 
@@ -101,31 +102,32 @@ def test_what_was_given_or_compiled_is_told():
         {0: apart(refused={"net": "UnsupportedError"}), 1: apart(refused={"b": "RankError"})},
         2,
         False,
+        False,
     )
     failed = "compat.parallelize() failed for 'net' and 1 other (UnsupportedError), "
     assert said == failed + APART
     of_ranks = {rank: dict(apart(), parallelizes_compiled=True) for rank in range(2)}
-    (said,) = job_findings.findings(of_ranks, 2, False)
+    (said,) = job_findings.findings(of_ranks, 2, False, False)
     assert said == "no model was compiled or given to compat.parallelize(), " + APART
-    assert not job_findings.findings({0: apart(), 1: outcome()}, 2, False)
-    assert not job_findings.findings({0: apart()}, 2, False)  # nothing is known of rank 1
+    assert not job_findings.findings({0: apart(), 1: outcome()}, 2, False, False)
+    assert not job_findings.findings({0: apart()}, 2, False, False)  # nothing is known of rank 1
 
 
 def test_files_that_ranks_have_overwritten_are_named():
-    """Only those of one machine, whose folders others need not share."""
+    """Only those of one machine, whose folders others need not share; also where the job fails."""
 
     def said(*outcomes):
-        return job_findings.findings(dict(enumerate(outcomes)), len(outcomes), False)
+        return job_findings.findings(dict(enumerate(outcomes)), len(outcomes), False, False)
 
     text = (
-        "ranks 0 and 1 have both saved to /a/net.h5: each has overwritten what another one had "
-        "saved. Save under compat.is_chief(). Keras models that were given to "
+        "ranks 0 and 1 both save to /a/net.h5: each overwrites what another one has saved, or "
+        "finds the file locked. Save under compat.is_chief(). Keras models that were given to "
         "compat.parallelize() are saved by rank 0 alone."
     )
     first = outcome(saved=["/a/net.h5", "/b"])
     assert said(first, outcome(saved=["/a/net.h5"])) == [text]
     assert said(first, first, first) == [
-        text.replace("0 and 1 have both", "0, 1 and 2 have all").replace(
+        text.replace("0 and 1 both", "0, 1 and 2 all").replace(
             "net.h5:", "net.h5 and 1 other file:"
         )
     ]
@@ -135,7 +137,7 @@ def test_files_that_ranks_have_overwritten_are_named():
 
 def test_a_script_that_fails_before_parallelize_gets_no_advice(run):
     """The traceback begins in the script, alone and in a rank, and stands there once."""
-    traceback = (
+    shown = (
         "Traceback (most recent call last):\n"
         '  File "{}train.py", line 5, in <module>\n'
         '    raise ValueError("no data")\n'
@@ -145,11 +147,25 @@ def test_a_script_that_fails_before_parallelize_gets_no_advice(run):
     status, out, err = run(text, "-n", "2")
     said = "compat run: rank 0 of 2 failed with exit status 1; the others were ended.\n"
     assert (status, out) == (1, "")
-    assert re.sub('File ".*/', 'File "', err) == BEGIN + said + traceback.format("")
+    assert re.sub('File ".*/', 'File "', err) == BEGIN + said + shown.format("")
     status, out, err = run(text, "--simulate", "2")
     line = "compat run: COMPAT_SIMULATE=2: CPU devices stand in for GPUs\n"
     begin = BEGIN[: BEGIN.index("\n") + 1] + line
-    assert re.sub('File ".*/', 'File "', err) == begin + traceback.format("")
+    assert re.sub('File ".*/', 'File "', err) == begin + shown.format("")
+
+
+def test_what_notes_where_models_are_saved_is_not_in_a_traceback():
+    names, seen = {}, []
+    exec(compile("def save(f): f()", saved_files.__file__, "exec"), names)
+
+    def hook(kind, error, trace):
+        seen.extend(frame.filename for frame in traceback.extract_tb(trace))
+
+    try:
+        names["save"](lambda: 1 / 0)
+    except ZeroDivisionError as error:
+        reported_script._without_own_frames(hook, None)(type(error), error, error.__traceback__)
+    assert seen == [__file__] * 2
 
 
 def test_a_report_says_that_parallelize_has_failed(run):

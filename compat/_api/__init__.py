@@ -174,7 +174,8 @@ def parallelize(
         DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
         RankError: the ranks cannot train together (a ``RuntimeError``).
     """
-    parallelized = _parallelize_or_note(model, gpus, strategy, sync_batch_norm)
+    with _FailureNoted(model):
+        parallelized = _parallelize(model, gpus, strategy, sync_batch_norm)
     if process.parallelizes_compiled:
         _split_in_fit(parallelized, lambda: not process.has_sharded)
     return note_by_hand(parallelized)
@@ -182,7 +183,8 @@ def parallelize(
 
 def _parallelize_compiled(model, gpus=None):
     """Parallelize a model before it is compiled, under ``configure_gpu(parallelize=True)``."""
-    _parallelize_or_note(model, gpus)
+    with _FailureNoted(model):
+        _parallelize(model, gpus)
     _split_in_fit(model, lambda: True)
 
 
@@ -214,16 +216,23 @@ def note_by_hand(model: "Any") -> "Any":
     return model
 
 
-def _parallelize_or_note(model, *options):
-    """Parallelize a model; note for reports if that fails."""
-    name = getattr(model, "name", None) or getattr(model, "__qualname__", type(model).__name__)
-    try:
-        parallelized = _parallelize(model, *options)
-    except Exception as error:
-        process.refused[str(name)] = type(error).__name__
-        raise
-    process.refused.pop(str(name), None)
-    return parallelized
+class _FailureNoted:
+    """A block in which a model is parallelized; reports name it if that fails.
+
+    Arguments:
+        model: the model, or a function that builds it.
+    """
+
+    def __init__(self, model: "Any") -> None:
+        name = getattr(model, "name", None) or getattr(model, "__qualname__", None)
+        self.name = str(name or type(model).__name__)
+
+    def __enter__(self) -> None:
+        process.refused.pop(self.name, None)
+
+    def __exit__(self, kind: "Any", error: "Any", trace: "Any") -> None:
+        if isinstance(error, Exception):
+            process.refused[self.name] = kind.__name__
 
 
 def _parallelize(model, gpus=None, strategy=None, sync_batch_norm=None):

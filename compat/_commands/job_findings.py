@@ -1,4 +1,4 @@
-"""Findings about a job of ranks whose script has ended well: what it gained, and what it lost."""
+"""Findings about a job of ranks that has ended: what it gained, and what it lost."""
 
 import collections
 from typing import Any, Dict, List, Mapping
@@ -7,18 +7,19 @@ from .. import errors
 
 
 def findings(
-    outcomes: "Mapping[int, Mapping[str, Any]]", size: int, is_reported: bool
+    outcomes: "Mapping[int, Mapping[str, Any]]", size: int, is_reported: bool, failed: bool
 ) -> "List[str]":
-    """Return a sentence or two for each thing that is wrong with a job that has ended well.
+    """Return a sentence or two for each thing that is wrong with a job that has ended.
 
     Arguments:
         outcomes: what ``reported_script`` has left of each rank, by rank.
         size: the number of ranks.
         is_reported: whether a report is printed, too, which says so where nothing was trained.
+        failed: whether a rank has failed, which may be why nothing was trained.
     """
-    if len(outcomes) < size:  # the others may have done anything
-        return []
-    apart = [] if is_reported else _apart(list(outcomes.values()))
+    # Ranks of which nothing is known may have done anything.
+    is_known = not (is_reported or failed or len(outcomes) < size)
+    apart = _apart(list(outcomes.values())) if is_known else []
     return [*apart, *_saved_over(outcomes)]
 
 
@@ -54,7 +55,7 @@ def _saved_over(outcomes):
         more = len(shared) - 1
         others = f" and {more} other file{'s' * (more > 1)}" if more else ""
         yield (
-            f"{errors.numbered_ranks(several)} have {word} saved to {path}{others}: each has "
-            "overwritten what another one had saved. Save under compat.is_chief(). Keras models "
-            "that were given to compat.parallelize() are saved by rank 0 alone."
+            f"{errors.numbered_ranks(several)} {word} save to {path}{others}: each overwrites what "
+            "another one has saved, or finds the file locked. Save under compat.is_chief(). Keras "
+            "models that were given to compat.parallelize() are saved by rank 0 alone."
         )

@@ -124,18 +124,24 @@ def _has_own_communication():
 
 
 def _without_own_frames(hook, leave):
-    """Return a function that calls a ``sys.excepthook``, with tracebacks from the script on.
+    """Return a function that calls a ``sys.excepthook``, without frames that only watch the script.
 
     Arguments:
         hook: the function that Python, or the script, has there.
         leave: a function that leaves the outcome of a rank, which may be ended soon; None: this is
             no rank. ``compat run`` shows the same traceback of several ranks once.
     """
-    own = {__file__, os.path.abspath(by_path.__file__)}
+    own = {__file__, os.path.abspath(by_path.__file__), saved_files.__file__}
 
-    def excepthook(kind, error, trace):
+    def from_script(trace):
         while trace is not None and trace.tb_frame.f_code.co_filename in own:
             trace = trace.tb_next
+        if trace is not None and sys.version_info >= (3, 7):  # before, it cannot be changed
+            trace.tb_next = from_script(trace.tb_next)
+        return trace
+
+    def excepthook(kind, error, trace):
+        trace = from_script(trace)
         if leave is not None:
             with contextlib.suppress(Exception):  # called again at the end
                 leave()

@@ -238,7 +238,7 @@ def execute(options: Any) -> int:
     status, outcomes = watching.launch(
         command, environ, ranks, hosts is not None, options.quiet, logs, options.max_restarts
     )
-    for line in [] if status else job_findings.findings(outcomes, ranks, report):
+    for line in job_findings.findings(outcomes, ranks, report, status != 0):
         output.say("compat run: " + line)
     if report:
         absent = sorted(set(range(ranks)) - set(outcomes))

@@ -20,13 +20,12 @@ def note(paths: "Set[str]") -> None:
     def watched(save: "Callable[..., Any]", place: int) -> "Callable[..., Any]":
         @functools.wraps(save)
         def save_noted(*args: "Any", **kwargs: "Any") -> "Any":
-            result = save(*args, **kwargs)
             given = args[place : place + 1] or [
                 kwargs[name] for name in ("filepath", "f") if name in kwargs
             ]
             if given and isinstance(given[0], (str, os.PathLike)) and "://" not in str(given[0]):
                 paths.add(os.path.realpath(given[0]))
-            return result
+            return save(*args, **kwargs)
 
         return save_noted
 

@@ -367,7 +367,7 @@ def _unsharded(keras, facts):
     )
     try:
         compat.parallelize(model)
-        fit_in_order(model, inputs, targets, BATCH)
+        fit_in_order(model, inputs[:18], targets[:18], 18)  # of two ranks, as many rows as above
     finally:
         process.has_sharded, process.parallelizes_compiled = has_sharded, False
     return _weights(model, "unsharded")

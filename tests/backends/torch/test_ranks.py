@@ -132,8 +132,8 @@ def test_ranks_that_save_to_one_file_and_train_nothing_together_are_reported(tmp
         "compat run: no model was given to compat.parallelize(), so the 2 ranks trained nothing "
         "together: each has run all of the script by itself. With --parallelize, its Keras models "
         "train together.\n"
-        "compat run: ranks 0 and 1 have both saved to {}: each has overwritten what another one "
-        "had saved. Save under compat.is_chief(). Keras models that were given to "
+        "compat run: ranks 0 and 1 both save to {}: each overwrites what another one has saved, or "
+        "finds the file locked. Save under compat.is_chief(). Keras models that were given to "
         "compat.parallelize() are saved by rank 0 alone.\n".format(
             os.path.realpath(str(tmp_path / "net.pt"))
         )
