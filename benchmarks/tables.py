@@ -233,7 +233,6 @@ def sections(results):
         "bytes": markdown(bytes_across_devices(results)),
         "others": markdown(others(results)),
         "first": with_reasons(first_fits(results), first_reasons(results)),
-        "clusters": markdown(cluster_model.table(results["figures"])),
     }
 
 

@@ -119,3 +119,14 @@ def test_what_is_slower_is_what_was_measured():
         if name.startswith("norm")
     ]
     assert "[up to {:.1f} times]".format(max(norms)) in page
+
+
+def test_the_model_of_more_gpus_is_what_it_computes(monkeypatch):
+    monkeypatch.syspath_prepend(os.path.join(ROOT, "benchmarks"))
+    model = __import__("cluster_model")
+    rows = [row for row in model.table(model.figures()) if row[1] in ("8", "64")]
+    shares = [row[5:7] for row in rows if (row[0].startswith("ranks"), row[1]) != (True, "8")]
+    page = " ".join(read("docs", "benchmarks.md").split())
+    replicas, ranks = shares
+    assert "reach {} of linear speed for ResNet-50 and {} for VGG-16".format(*replicas) in page
+    assert "which exchange parts of it, {} and {}.".format(*ranks) in page
