@@ -527,6 +527,7 @@ CHANGING |= {"update"}
 # Other variables of modules that functions change, and why they are not in ``process``.
 KEPT_BY_MODULES = {
     "compat._backends.mxnet.ranked_batch_norm._step": "empty but while a step of ranks runs",
+    "compat._backends.mxnet.state._passes": "a number, which only grows",
     "compat._backends.mxnet.worker_threads._idle": "threads that MXNet has memory for are kept",
     "compat._backends.mxnet.worker_threads._seed": "as MXNet keeps it",
     "compat._backends.tensorflow1.configuration._defaults": "the sessions' patch stays as well",

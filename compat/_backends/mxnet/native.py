@@ -132,6 +132,7 @@ class BlockReplicas(Replicas):
     def __init__(self, block):
         self.block = block
         self._sizes = None  # of the shards of the last batch trained, while statistics may differ
+        self._passes = 0  # how many backward passes there had been then
         self.arguments = Arguments()
         self.operations: "Dict[str, str]" = {}  # by state: the traced operation that sets it
         # By kind of arguments: the results' placements, or None if they run unsplit; and the rows
@@ -143,6 +144,7 @@ class BlockReplicas(Replicas):
         self.effects = SideEffects(block)
         self.verification = None  # of the first calls
         state.follow_replicas()
+        state.count_backward_passes()
         self.install_on(block)
 
     def move(self, contexts: "List[Any]") -> None:
@@ -328,8 +330,8 @@ class BlockReplicas(Replicas):
         return result
 
     def _note_batch(self, sizes, statistics):
-        if mx.autograd.is_training():
-            self._sizes = sizes
+        if mx.autograd.is_training() and mx.autograd.is_recording():
+            self._sizes, self._passes = sizes, state.backward_passes()
             for parameter in statistics:
                 state.pending[parameter] = self._unite_statistics
         work.count(self.names, sizes, mx.autograd.is_training())
@@ -421,7 +423,7 @@ class BlockReplicas(Replicas):
             if others:
                 wait_for_updates()
             differing = [p for p in others if self.copies.is_set_since(p, self._sizes)]
-        if not mx.autograd.is_recording():
+        if not mx.autograd.is_recording() and state.backward_passes() > self._passes:
             self._sizes = None
             for parameter in means:
                 state.pending.pop(parameter, None)

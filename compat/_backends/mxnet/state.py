@@ -7,6 +7,7 @@ first one's: code that reads or changes them gets those of the batch.
 """
 
 import contextlib
+import functools
 import threading
 import weakref
 from typing import Any, Callable, Dict, List, Optional, Tuple
@@ -25,6 +26,8 @@ _running = threading.local()  # ``replica``: its ``Copies`` and its number
 
 #: By running statistic that replicas have changed separately: a function that unites them.
 pending: "weakref.WeakKeyDictionary[Any, Callable[[], None]]" = weakref.WeakKeyDictionary()
+
+_passes = [0]  # backward passes that this process has begun
 
 
 class _Sent:
@@ -239,6 +242,25 @@ def follow_replicas():
 
     patching.Patch(kind, "_check_and_get", of_replica)
     patching.Patch(kind, "set_data", set_by_replica)
+
+
+def count_backward_passes():
+    """Patch MXNet's library, which computes gradients by whatever function a script calls."""
+    library = mx.base._LIB
+    for name in ("MXAutogradBackward", "MXAutogradBackwardEx"):
+        if patching.find(library, name) is None:
+            plain = getattr(library, name)
+            patching.WatchingPatch(library, name, functools.partial(_counted, plain))
+
+
+def _counted(backward, *args):
+    _passes[0] += 1
+    return backward(*args)
+
+
+def backward_passes() -> int:
+    """Return how many backward passes this process has begun."""
+    return _passes[0]
 
 
 def blocks(block):

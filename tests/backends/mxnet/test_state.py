@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import compat
+from compat._backends.mxnet import state
 from compat.testing import in_span, span
 
 from ..messages import told
@@ -73,6 +74,26 @@ def test_running_statistics_if_a_context_is_busy(mx):
     out.backward()
     found = [p.data().asnumpy() for p in (norm.running_mean, norm.running_var)]
     np.testing.assert_allclose(found, running_statistics(inputs), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_running_statistics_that_are_used_before_the_backward_pass(mx, is_read):
+    """They are read, or predicted with, while those of the batch are not there yet."""
+    check_refusal(mx)
+    net = mx.gluon.nn.HybridSequential()
+    net.add(mx.gluon.nn.BatchNorm(momentum=0.75, in_channels=8))
+    compat.parallelize(net).initialize()
+    inputs = data(61)[0] * 3 + 1
+    with mx.autograd.record():
+        out = net(mx.nd.array(inputs))
+    if is_read:
+        assert not net[0].running_mean.data().asnumpy().any()
+    else:
+        net(mx.nd.array(inputs))
+    out.backward()
+    found = [p.data().asnumpy() for p in (net[0].running_mean, net[0].running_var)]
+    np.testing.assert_allclose(found, running_statistics(inputs), rtol=1e-4, atol=1e-6)
+    assert net[0].running_mean not in state.pending
 
 
 def counting(mx, kind):
