@@ -67,8 +67,9 @@ def test_the_first_batch_alone_is_compared():
         lambda rank: (ROWS, np.full(6, rank)),
         lambda rank: (np.ones((6, 4)), np.zeros(6)),  # whoever has which rows
         lambda rank: None,
+        lambda rank: types.SimpleNamespace(shape=["rows"]),  # as a nested tensor of torch
     ],
-    ids=["parts", "two of three", "targets", "constant", "unknown"],
+    ids=["parts", "two of three", "targets", "constant", "none", "unreadable"],
 )
 def test_other_first_batches_are_none(of_rank):
     assert warned(of_rank) == [] and process.same_rows == {}

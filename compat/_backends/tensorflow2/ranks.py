@@ -350,9 +350,10 @@ def _some(data):
     """Return some numbers of the first rows of each tensor of a batch, in a list of tensors."""
     tensors = []
     for tensor in filter(has_rows, tf.nest.flatten(data)):
-        if isinstance(tensor, tf.Tensor) and tensor.dtype not in (tf.variant, tf.resource):
-            columns = tensor.shape[1:].num_elements() if tensor.shape.rank else None
-            first = tensor[:_SEEN]
+        dtype = tensor.dtype
+        has_values = dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype == tf.string
+        if isinstance(tensor, tf.Tensor) and tensor.shape.rank and has_values:
+            columns, first = tensor.shape[1:].num_elements(), tensor[:_SEEN]
             if columns:
                 flat = tf.reshape(first, [tf.shape(first)[0], columns])
                 first = flat[:, :: -(-columns // _SEEN_OF_ROW)]

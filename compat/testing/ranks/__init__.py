@@ -20,6 +20,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from typing import Any, List, Tuple
 
 import numpy as np
@@ -27,6 +28,7 @@ import pytest
 
 import compat
 
+from ..._runtime.process import process
 from ..contract import contract_of, in_span, span
 from ..models import UNCHANGED
 from ..several import NativeModels
@@ -328,7 +330,19 @@ def train(contract, folder, fault=""):
             if fault and step == 3 and compat.rank() == FAULTY:
                 FAULTS[fault]()
             contract.train(model, inputs[start : start + rows], targets[start : start + rows])
-    return {"weight%d" % place: w for place, w in enumerate(contract.weights(model))}, {}
+    weights = {"weight%d" % place: w for place, w in enumerate(contract.weights(model))}
+    return weights, {"same rows": _unsharded(contract)}
+
+
+def _unsharded(contract):
+    """Return the warnings of a step with a batch that is the same on all ranks."""
+    model = compat.parallelize(contract.build())
+    inputs, targets = contract.data(9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        contract.train(model, inputs, targets)
+    process.same_rows.clear()  # the report of the job is about the other model
+    return [str(each.message) for each in caught if each.category is compat.CompatWarning]
 
 
 class NativeRanksContract(NativeModels, Jobs):
@@ -354,6 +368,13 @@ class NativeRanksContract(NativeModels, Jobs):
     def test_trains_to_the_numbers_of_one_process(self, results, size):
         """From other weights on each rank, with a last batch that is uneven."""
         self.same_as_one(results, size, "train")
+
+    def test_ranks_that_train_on_the_same_rows_are_warned_once_on_rank_0(self, results):
+        (_, one), *_ = results(1, "train")
+        (_, first), (_, second) = results(2, "train")
+        (text,) = first["same rows"]
+        assert re.match(r"All 2 ranks train '\w+' on the same rows, so that an epoch ", text)
+        assert one["same rows"] == second["same rows"] == []
 
     @pytest.mark.parametrize("job", failing_jobs, ids=name_of)
     def test_fault_ends_the_job_and_names_the_rank(self, failed, job):

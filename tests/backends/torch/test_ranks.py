@@ -1246,6 +1246,11 @@ model = made(Sums)
 drifts("buffer", model, count)
 
 said["other shapes"] = told(lambda: compat.parallelize(nn.Linear(3, 2 + compat.rank())))
+
+model = made(Module)
+same = [(torch.tensor(x), torch.tensor(y))]
+said["same rows"] = told(lambda: train("same", model, mse(model), batches=lambda: same))
+weights.clear()
 """
 
 
@@ -1271,6 +1276,14 @@ def test_ranks_that_drift_apart_are_told_and_the_first_variable_is_named(jobs):
         "RankError: Model 'Linear' has other weights on rank 1 than on rank 0: their number or "
         "their shapes differ. Build the same model, and compile it with the same optimizer, on "
         "every rank.",
+    ]
+    assert [one.pop("same rows") for one in said] == [
+        [
+            "All 2 ranks train 'Module' on the same rows, so that an epoch takes as long as in one "
+            "process: call compat.shard(), as in x, y = compat.shard((x, y)), which gives each "
+            "rank its own. (Ignore this if their batches are meant to be the same.)"
+        ],
+        [],
     ]
     all_four, at_once = "'stack.0.weight' and 3 others", "before the first update"
     for one in said:
