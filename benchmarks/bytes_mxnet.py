@@ -19,7 +19,7 @@ import traffic
 import works
 
 import compat
-from compat._backends.mxnet import executions, profiler
+from compat._backends.mxnet import invocations, profiler
 from compat._backends.mxnet.arrays import context_of
 
 WIDTH, INPUTS = works.size(512), 16  # of layers; activations are small beside the weights
@@ -58,7 +58,7 @@ def observed(found):
     import mxnet as mx
 
     register, store = mx.nd.register, mx.kvstore.KVStore
-    invoke, handle = register._imperative_invoke, executions._handle("_copyto")
+    invoke, handle = register._imperative_invoke, invocations.handle_of("_copyto")
     push, pull, backward = store.push, store.pull, mx.executor.Executor.backward
 
     def invoked(operation, inputs, *args, **kwargs):

@@ -8,6 +8,7 @@ first one's: code that reads or changes them gets those of the batch.
 
 import contextlib
 import functools
+import itertools
 import threading
 import weakref
 from typing import Any, Callable, Dict, List, Optional, Tuple
@@ -296,7 +297,7 @@ def states_of(block, operations):
     layers = mx.gluon.nn.basic_layers
     batch_norm = getattr(layers, "_BatchNorm", layers.BatchNorm)  # the former from MXNet 1.7 on
     parts: "Dict[Any, Any]" = {}  # by parameter: the block within that has it
-    for part in blocks(block):
+    for part in itertools.chain(blocks(block), kept_blocks(block)):
         for parameter in list(part.params.values()) + list(part._reg_params.values()):
             is_state = parameter.grad_req == "null" and parameter._data is not None
             if is_state and not isinstance(parameter, mx.gluon.Constant):

@@ -76,6 +76,23 @@ def test_running_statistics_if_a_context_is_busy(mx):
     np.testing.assert_allclose(found, running_statistics(inputs), rtol=1e-4, atol=1e-6)
 
 
+def test_running_statistics_of_a_block_in_a_list(mx):
+    """Of which its parent does not know: it is there for the script alone."""
+    norm = mx.gluon.nn.BatchNorm(momentum=0.75, in_channels=8)
+    norm.initialize()
+    norms = [norm]
+    block = block_of(mx, lambda F, x: block.norms[0](x), hybrid=False)
+    block.norms = norms
+    check_refusal(mx)
+    compat.parallelize(block)
+    inputs = data(61)[0] * 3 + 1
+    with mx.autograd.record():
+        out = block(mx.nd.array(inputs))
+    out.backward()
+    found = [p.data().asnumpy() for p in (norm.running_mean, norm.running_var)]
+    np.testing.assert_allclose(found, running_statistics(inputs), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("is_read", [False, True])
 def test_running_statistics_that_are_used_before_the_backward_pass(mx, is_read):
     """They are read, or predicted with, while those of the batch are not there yet."""
