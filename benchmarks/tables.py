@@ -201,9 +201,8 @@ FITS = """\
 
 A `fit()` on ranks compares checksums of the weights when it begins and when it ends, with one
 exchange each, which counts if it has few steps. Each number is the time of a step with compat,
-divided by the peer's, and in brackets the same for CPU seconds, on two ranks, measured once as
-above; a round is 20 fits of one step, 5 of four, or one of 20 or 60. `dense-128` is `dense` with
-128 rows for each rank.
+divided by the peer's, on two ranks, measured once as above; a round is 20 fits of one step, 5 of
+four, or one of 20 or 60. `dense-128` is `dense` with 128 rows for each rank.
 
 """
 
@@ -215,7 +214,7 @@ def fits(results):
         measured = results["rows"].get(row.name)
         if measured is not None:
             work, _, kind = row.title.rpartition(", ")
-            cell = "{:.2f} ({:.2f})".format(median(measured["wall"]), median(measured["cpu"]))
+            cell = "{:.2f}".format(median(measured["wall"]))
             found.setdefault((work, row.peer), {})[kind] = cell
             reason = row.reason.split(": ", 1)
             kinds += [kind] * (kind not in kinds)
