@@ -2,7 +2,7 @@
 
 import contextlib
 import types
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, Sequence
 
 # Functions of a graph, each made by a method of the model: ``maker_of(name)``.
 FUNCTIONS = ("train_function", "test_function", "predict_function")
@@ -39,10 +39,18 @@ def is_users(thing: "Any") -> bool:
     return package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
 
 
-def has_keras_methods(layer: "Any", names: "Iterable[str]") -> bool:
-    """Return whether a layer has methods of these names, all of them Keras' own."""
-    owners = (next((k for k in type(layer).__mro__ if n in vars(k)), None) for n in names)
-    return all(owner is not None and not is_users(owner) for owner in owners)
+def has_keras_methods(layer: "Any", names: "Iterable[str]", others: "Sequence[str]" = ()) -> bool:
+    """Return whether a layer has methods of these names, all of them Keras' own.
+
+    Arguments:
+        layer: the layer.
+        names: those of the methods.
+        others: packages whose methods may stand for Keras' own.
+    """
+    owners = [next((k for k in type(layer).__mro__ if n in vars(k)), None) for n in names]
+    known = [owner for owner in owners if owner is not None]
+    foreign = [owner for owner in known if owner.__module__.partition(".")[0] not in others]
+    return len(known) == len(owners) and not any(map(is_users, foreign))
 
 
 def is_users_function(function: "Any") -> bool:

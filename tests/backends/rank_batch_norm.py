@@ -1,5 +1,7 @@
 """Batch normalization of ranks by the statistics of the whole batch: a program and its check."""
 
+import re
+
 import numpy as np
 
 #: Of tf.keras 2 and Keras 3.
@@ -34,10 +36,10 @@ def net():
     return keras.Model(source, layers.Concatenate(**options)([x, y]))
 
 
-def small(kind=layers.BatchNormalization, **others):
+def small(kind=layers.BatchNormalization, model=keras.Model, **others):
     source = layers.Input((6, 6, 2), **options)
     x = kind(momentum=0.8, **dict(options, **others))(source)
-    return keras.Model(source, layers.Dense(4, **options)(layers.Flatten(**options)(x)))
+    return model(source, layers.Dense(4, **options)(layers.Flatten(**options)(x)))
 
 
 def parts():
@@ -61,7 +63,48 @@ def trained(name, model, sync=True, **compiled):
     return model
 
 
+class Evaluated(keras.Model):
+    "Evaluates as it trains."
+
+    def test_step(self, data):
+        outputs = tf.cast(self(data[0], training=True), data[1].dtype)
+        return {"loss": tf.reduce_mean((outputs - data[1]) ** 2)}
+
+
+class Apart(keras.Model):
+    "Normalizes where TensorFlow may run again without the other ranks."
+
+    def __init__(self):
+        super().__init__()
+        self.norms = [norm(name=name, **options) for name in ("function", "loop", "branch")]
+        self.head = layers.Dense(4, **options)
+
+    def build(self, shape=None):
+        for layer in self.norms:
+            layer.build((None, 6, 6, 2))
+        self.head.build((None, 2))
+        self.built = True
+
+    def call(self, x, training=None):
+        function, loop, branch = [lambda x, n=n: n(x, training=training) for n in self.norms]
+        x = tf.function(function)(x)
+        x, = tf.while_loop(lambda x: True, lambda x: [loop(x)], [x], maximum_iterations=1)
+        x = tf.cond(tf.reduce_sum(x) < 1e9, lambda: branch(x), lambda: x)
+        return self.head(tf.reduce_mean(x, (1, 2)))
+
+
 trained("off", small(), sync=None, run_eagerly=True)
+if compat.size() > 1:
+    batch = compat.shard(batches[1], 14)
+    training = {"model": Evaluated, "name": "norm", "dtype": "float32"}
+    for name, others in ("inference", {}), ("training", training):
+        model = compat.parallelize(small(**others), sync_batch_norm=True)
+        model.compile("sgd", "mse", run_eagerly=True)
+        said[name] = told(lambda: model.test_on_batch(*batch))
+    model = Apart()
+    model.build()
+    compat.parallelize(model, sync_batch_norm=True).compile("sgd", "mse")
+    said["apart"] = told(lambda: model.train_on_batch(*batch))
 """
 
 STEPS = """
@@ -140,6 +183,13 @@ if compat.size() > 1:
         said["own"] = said.get("own", []) + said.pop("decorated")
 """
 
+#: A warning of a layer ``norm`` of a model that is evaluated in training mode.
+EVALUATED = (
+    "Layer 'norm' of model {!r} is to normalize by the statistics of the whole batch, and is "
+    "called in training mode in evaluation, in which ranks exchange none: each rank uses those of "
+    "its own samples. Call it with training=False there."
+)
+
 #: Of Keras 2 in graphs.
 KERAS_2 = """
 layers, K = keras.layers, keras.backend
@@ -161,9 +211,10 @@ def net():
     return keras.models.Model(source, layers.Dense(2)(norm(scale=False)(x)))
 
 
-def small():
+def small(training=None):
     source = layers.Input((6, 6, 2))
-    return keras.models.Model(source, layers.Dense(2)(layers.Flatten()(norm()(source))))
+    x = norm(name="norm" if training else None)(source, training=training)
+    return keras.models.Model(source, layers.Dense(2)(layers.Flatten()(x)))
 
 
 def trained(name, build, sync):
@@ -189,6 +240,10 @@ weights["predicted"] = [model.predict(alone)[:5]]
 if compat.is_chief():  # no rank waits for another
     model.predict(alone)
 trained("off", small, None)
+if compat.size() > 1:
+    del batches[3:]
+    trained("training", lambda: small(True), True)
+    del weights["training"], weights["training loss"]
 """
 
 
@@ -216,6 +271,12 @@ def check(jobs, rounding=1e-8):
     for name in ("off loss", "late loss"):
         differences.pop(name, None)
     assert max(differences.values()) < 1, differences
+    for each in said:
+        (text,) = each.pop("training")
+        assert re.sub("model '.*?'", "model 'model'", text) == EVALUATED.format("model")
+        if "apart" in each:  # of tf.keras 2 and Keras 3
+            apart = [text.partition("own samples in ")[2] for text in each.pop("apart")]
+            assert apart == ["layer 'function'.", "layer 'loop'.", "layer 'branch'."]
     for name, texts in said[0].items():
         assert name == "own" or texts == [], name
     return said[0].get("own")

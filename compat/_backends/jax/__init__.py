@@ -34,6 +34,12 @@ class JAX(Backend):
         _FRACTION_SINCE_2025,
     )
 
+    def synchronizes_on_ranks(self, layer):
+        """Return whether a layer can use the statistics of the whole batch on several ranks."""
+        from . import batch_norm  # imports JAX
+
+        return batch_norm.is_synchronizable(layer)
+
     # Before the first operation ---------------------------------------------------------------
 
     def environ(self, settings, environ):

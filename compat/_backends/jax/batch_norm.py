@@ -8,9 +8,9 @@ import functools
 
 import jax.numpy as jnp
 
-from ... import _keras, errors
+from ... import _keras
+from ..._rows import own_statistics
 from ..._runtime import patching, synchronized
-from ..._runtime.process import process
 from . import reductions
 from .gradient_exchange import line_of
 
@@ -19,27 +19,38 @@ _METHODS = ("call", "_moments")
 
 
 def requested(model):
-    """Return a model's layers that normalize by the statistics of all ranks' rows.
-
-    Raises:
-        UnsupportedError: under ``configure_gpu(strict=True)``, some layers are to, and cannot.
-    """
+    """Return a model's layers that are to normalize by the statistics of all ranks' rows."""
     parts = _keras.all_layers(model)
     asking = [part for part in parts if synchronized.is_asked(part)]  # this model, or others within
     within = {id(layer) for part in asking for layer in _keras.all_layers(part)}
     named = [(str(number), layer) for number, layer in enumerate(parts)]
     layers = synchronized.layers(named).values()
-    layers = [layer for layer in layers if id(layer) in within or synchronized.asks(layer)]
-    others = [repr(layer.name) for layer in layers if not _is_plain(layer)]
-    if others:
-        names = ", ".join(others)
-        _warn(f"Batch normalization of model {model.name!r} has methods of its own in {names}")
-    return list(filter(_is_plain, layers))
+    return [layer for layer in layers if id(layer) in within or synchronized.asks(layer)]
 
 
-def _is_plain(layer):
+def is_synchronizable(layer):
     """Return whether a layer is batch normalization as Keras has it."""
     return _keras.has_keras_methods(layer, _METHODS)
+
+
+def synchronizable(model, warned):
+    """Return those layers of ``requested`` that can.
+
+    Arguments:
+        model: the model.
+        warned: layers of which there was a warning that they cannot; others are added.
+
+    Raises:
+        UnsupportedError: under ``configure_gpu(strict=True)``, there are others.
+    """
+    layers = requested(model)
+    others = [layer for layer in layers if not is_synchronizable(layer)]
+    new = [layer for layer in others if not any(layer is other for other in warned)]
+    warned += new
+    if new:
+        names, is_asked = [layer.name for layer in new], synchronized.is_asked(model)
+        own_statistics.warn_of_layers("jax", model.name, "rank", names, is_asked)
+    return list(filter(is_synchronizable, layers))
 
 
 @contextlib.contextmanager
@@ -48,7 +59,7 @@ def over_ranks(model, layers, place, mark):
 
     Arguments:
         model: the one that has them.
-        layers: those of ``requested``.
+        layers: those of ``synchronizable``.
         place: this rank's ``Place``.
         mark: as ``gradient_marks.mark``.
     """
@@ -94,18 +105,8 @@ def check(model, program):
     operation = reductions.within_functions(program.jaxpr)
     if operation is not None:
         where = line_of(operation)
-        _warn(
+        own_statistics.warn(
             f"Batch normalization of model {model.name!r} is called in jax.lax.scan() or the like "
-            f"in {where}"
+            f"in {where}: each rank uses the statistics of its own samples there, and not those of "
+            "the whole batch."
         )
-
-
-def _warn(cause):
-    text = (
-        f"{cause}: each rank uses the statistics of its own samples there, and not those of the "
-        "whole batch."
-    )
-    configuration = process.configuration
-    if configuration is not None and configuration.settings.strict:
-        raise errors.UnsupportedError(f"{text} strict=True makes that an error.")
-    errors.warn(text)

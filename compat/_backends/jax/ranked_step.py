@@ -33,10 +33,15 @@ _OPERATIONS = merging.operations_of(jnp)
 class RankedJAXStep:
     """Step of this rank and the others, in place of Keras' program of ``train_step``.
 
+    Arguments:
+        model: the model.
+        engine: that of the ranks.
+        normalizing: its layers that normalize by the statistics of all ranks' rows.
+
     What ``jax.grad()`` and its like give in it for variables is the mean over all ranks.
     """
 
-    def __init__(self, model, engine):
+    def __init__(self, model, engine, normalizing):
         self.model = model
         self.engine = engine
         tried = rank_state.tried(model)
@@ -56,7 +61,7 @@ class RankedJAXStep:
         )
         self.compute = Reduced(model, engine, self.step, compiled)
         #: Layers that normalize by the statistics of all ranks' rows.
-        self.normalizing = batch_norm.requested(model)
+        self.normalizing = normalizing
         self.exchanges = 0  # of the step under way
         self.has_local = False  # if it is not compiled: gradients that were not exchanged
         self.count = 0

@@ -5,9 +5,10 @@ processes would need the same shapes on all ranks, and batches may differ.
 """
 
 from ... import errors
-from ..._ranks import keras_model
+from ..._ranks import evaluated_batch_norm, keras_model
 from ..._ranks.engines.jax_distributed import JaxDistributed
 from ..._runtime import synchronized
+from . import batch_norm
 from .arguments import rows_of
 from .loss_totals import Reduced
 from .ranked_step import RankedJAXStep, under_way
@@ -20,6 +21,10 @@ def distribute(model, place):
         model.train_function = model.test_function = None
     kinds = RankedJAXTrainFunction, RankedJAXTestFunction, RankedStatelessCall
     keras_model.install(model, engine, kinds)
+    # The front end has named these.
+    layers = batch_norm.requested(model)
+    others = [layer for layer in layers if not batch_norm.is_synchronizable(layer)]
+    RankedJAXTrainFunction.of(model).warned = others
     if model.built:
         keras_model.same_start(model, engine)
     return model
@@ -31,12 +36,14 @@ class RankedJAXTrainFunction(keras_model.RankedMethod):
     method = "make_train_function"
     steps = ("train",)
     is_synchronized = False  # the function's batch normalization
+    warned = ()  # layers whose own statistics were warned of
 
     def invoke(self, model, force=False):
         is_synchronized = synchronized.is_asked(model)
         if model.train_function is None or force or is_synchronized != self.is_synchronized:
             self.is_synchronized = is_synchronized
-            model.train_function = _function_of(model, RankedJAXStep(model, self.engine))
+            layers = batch_norm.synchronizable(model, self.warned)
+            model.train_function = _function_of(model, RankedJAXStep(model, self.engine, layers))
 
 
 class RankedJAXTestFunction(keras_model.RankedMethod):
@@ -49,8 +56,11 @@ class RankedJAXTestFunction(keras_model.RankedMethod):
         if model.test_function is not None and not force:
             return
 
+        watch = evaluated_batch_norm.Watch(model)
+
         def step(state, data, share):
-            return model.test_step(state, data)
+            with under_way, watch.watching(batch_norm.requested(model)):
+                return model.test_step(state, data)
 
         reduced = Reduced(model, self.engine, step)
 

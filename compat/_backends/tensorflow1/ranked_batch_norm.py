@@ -10,6 +10,7 @@ import re
 from typing import Any, Dict, List, Optional
 
 from ... import _keras
+from ..._ranks import evaluated_batch_norm
 from ..._rows import own_statistics
 from ..._runtime import synchronized
 from . import graph
@@ -46,6 +47,9 @@ class RankedBatchNorm:
         if known:  # the front end names the others
             by_argument = is_asked(model)
             own_statistics.warn_of_layers("tensorflow1", model.name, "rank", known, by_argument)
+        for layer in layers:
+            if layer.name not in missed and _is_always_training(layer):
+                evaluated_batch_norm.warn(layer, model.name)
 
     def whole(self, fetch: "Any") -> "Any":
         """Return a tensor or operation that is computed from the statistics of all ranks."""
@@ -165,6 +169,13 @@ def is_asked(model: "Any") -> bool:
     """Return whether all layers of a model are to use the statistics of the whole batch."""
     # A Sequential before Keras 2.2 has another model in it, which makes functions.
     return any(map(synchronized.is_asked, [model, getattr(model, "callback_model", None)]))
+
+
+def _is_always_training(layer):
+    """Return whether a model calls a layer with ``training=True``, also as it evaluates."""
+    nodes = getattr(layer, "_inbound_nodes", None) or getattr(layer, "inbound_nodes", ())
+    modes = [(getattr(node, "arguments", None) or {}).get("training") for node in nodes]
+    return any(isinstance(mode, (bool, int)) and mode for mode in modes)
 
 
 def _layer_of(op, names):

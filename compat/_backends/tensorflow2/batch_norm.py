@@ -43,19 +43,12 @@ def requested_within(model: "Any") -> "List[Any]":
 
 def is_synchronizable(layer: "Any") -> bool:
     """Return whether a layer is batch normalization as Keras has it, of all rows alike."""
-    if not hasattr(layer, "_moments") or getattr(layer, "virtual_batch_size", None) is not None:
+    is_of_parts = getattr(layer, "virtual_batch_size", None) is not None
+    if is_of_parts or getattr(layer, "renorm", False) or not hasattr(layer, "_moments"):
         return False
-    owners = (
-        next((kind for kind in type(layer).__mro__ if name in vars(kind)), None)
-        for name in _METHODS
-    )
-    is_plain = not any(owner is not None and _is_users(owner) for owner in owners)
-    return is_plain and not getattr(layer, "renorm", False)
-
-
-def _is_users(kind):
+    methods = [name for name in _METHODS if hasattr(layer, name)]
     # Horovod's own layer asks for the statistics of all ranks, weighted alike.
-    return _keras.is_users(kind) and not kind.__module__.startswith("horovod.")
+    return _keras.has_keras_methods(layer, methods, others=["horovod"])
 
 
 @contextlib.contextmanager

@@ -14,7 +14,15 @@ import tensorflow as tf
 
 from ... import _keras, errors
 from ..._keras.steps import has_own_training
-from ..._ranks import keras3_state, keras_model, losses, metrics, step_functions, tables
+from ..._ranks import (
+    evaluated_batch_norm,
+    keras3_state,
+    keras_model,
+    losses,
+    metrics,
+    step_functions,
+    tables,
+)
 from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
 from ..._ranks.tf_config import TF_CONFIG
 from ..._rows import own_statistics
@@ -309,6 +317,7 @@ class RankedTestStep(RankedComputation):
 
     method = "test_step"
     steps = ("evaluate",)
+    watch: Any = None  # of batch normalization
 
     def weighs_losses(self, model):
         return keras_model.RankedFit.of(model).in_step
@@ -329,7 +338,9 @@ class RankedTestStep(RankedComputation):
             keras_model.RankedFit.of(model).in_step = True
             return self.engine.called(lambda rows: self.engine.share(int(rows)), [rows], tf.float64)
 
-        with self.engine.noting(), self.computing(model, share):
+        self.watch = self.watch or evaluated_batch_norm.Watch(model)
+        layers = batch_norm.requested_within(model)
+        with self.engine.noting(), self.computing(model, share), self.watch.watching(layers):
             return self.plain(model)(data)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import weakref
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Set, Tuple
 
 import torch
 
@@ -131,8 +131,12 @@ def _node(tensor):
     return node  # None: torch refuses it
 
 
-def follow() -> None:
-    """Have all backward passes record the tensors that they begin with."""
+def follow(context: "Callable[[], ContextManager[Any]]") -> None:
+    """Have all backward passes record the tensors that they begin with.
+
+    Arguments:
+        context: a function that returns the context of a pass.
+    """
     if patching.find(torch.autograd, "backward") is not None:
         return
     plain = torch.autograd.backward
@@ -140,7 +144,7 @@ def follow() -> None:
     def backward(tensors, *args, **kwargs):
         single = isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge))
         roots = [tensors] if single else list(tensors)
-        with BackwardCall(loss_terms.loss_of(roots)).followed(roots):
+        with BackwardCall(loss_terms.loss_of(roots)).followed(roots), context():
             return plain(tensors if single else roots, *args, **kwargs)
 
     patching.Patch(torch.autograd, "backward", backward)

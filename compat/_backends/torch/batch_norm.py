@@ -9,14 +9,10 @@ import torch
 from ..._runtime import synchronized
 
 _LAYER = torch.nn.SyncBatchNorm
-#: Those that ``compute`` replaces: what modules call, what that calls, and what modules call that
-#: were made by ``torch.export``.
-FUNCTIONS = (
-    torch.nn.functional.batch_norm,
-    torch.batch_norm,
-    torch.ops.aten.batch_norm,
-    torch.ops.aten.batch_norm.default,
-)
+#: Functions that ``compute`` replaces: what modules call, what that calls, and what modules call
+#: that were made by ``torch.export``.
+FUNCTION, CALLED = torch.nn.functional.batch_norm, torch.batch_norm
+OPERATOR, OVERLOAD = torch.ops.aten.batch_norm, torch.ops.aten.batch_norm.default
 # Parts of the names of functions that compute a part of batch normalization, or no statistics.
 _PARTS = ("stats", "elemt", "backward", "no_training", "no_update", "quantized")
 
@@ -56,8 +52,8 @@ def uses_batch(bound: "dict[str, Any]") -> bool:
 
 
 def compute(reductions: Any, function: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Compute one of ``FUNCTIONS`` in training, for the whole batch."""
-    signature = _SIGNATURE if function is FUNCTIONS[0] else _OPERATOR
+    """Compute one of the functions above in training, for the whole batch."""
+    signature = _SIGNATURE if function is FUNCTION else _OF_OTHERS
     arguments = signature.bind(reductions, *args, **kwargs).arguments
     arguments.pop("cudnn_enabled", None)
     if not uses_batch(arguments):  # a layer that was frozen since
@@ -105,6 +101,6 @@ _SIGNATURE = inspect.signature(_batch_norm)
 
 _ORDER = "reductions input weight bias running_mean running_var training momentum eps cudnn_enabled"
 # Of those that the function calls.
-_OPERATOR = inspect.Signature(
+_OF_OTHERS = inspect.Signature(
     [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _ORDER.split()]
 )

@@ -51,8 +51,17 @@ calls = _Calls()
 
 def is_under_way() -> bool:
     """Return whether a backward pass is under way in which ranks may exchange gradients."""
-    exchanges = list(Exchange._all) if backward_passes.is_under_way() else []
-    return any(e.rows.are_awaited() and not e.source.is_alone for e in exchanges)
+    exchanges = waiting() if backward_passes.is_under_way() else []
+    return any(not exchange.source.is_alone for exchange in exchanges)
+
+
+def waiting() -> "List[Exchange]":
+    """Return the exchanges of models whose forward passes wait for a backward pass, in order.
+
+    Those that other models called come last.
+    """
+    exchanges = [exchange for exchange in list(Exchange._all) if exchange.rows.are_awaited()]
+    return sorted(exchanges, key=lambda exchange: exchange.order()[1:])
 
 
 class Exchange:

@@ -15,11 +15,13 @@ from ..._rows import own_statistics
 from ..._runtime import patching, synchronized
 from . import batch_norm, keras_batch_norm
 from .arguments import first_batch
-from .gradient_exchange import calls
+from .gradient_exchange import calls, waiting
 from .native import ForwardMethod
 from .ranked_reductions import RankReductions
 
 _LAYERS = torch.nn.modules.batchnorm._BatchNorm
+# The function of torch's that refuses a single value per channel, of this rank.
+_CHECK = "_verify_batch_size"
 
 
 class _FunctionMode(torch.overrides.TorchFunctionMode):
@@ -31,10 +33,12 @@ class _FunctionMode(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in batch_norm.FUNCTIONS:
+        # torch.compile() compiles these lines for all functions that a model calls.
+        is_computed = func is batch_norm.FUNCTION or func is batch_norm.CALLED
+        if is_computed or func is batch_norm.OPERATOR or func is batch_norm.OVERLOAD:
             self.is_used = True
             return batch_norm.compute(self.reductions, func, args, kwargs)
-        if batch_norm.is_other(func, args, kwargs):
+        if not torch.compiler.is_compiling() and batch_norm.is_other(func, args, kwargs):
             self._warn_of(func)
         return func(*args, **kwargs)
 
@@ -194,16 +198,45 @@ def _check(layers, model, is_asked):
 
 
 @contextlib.contextmanager
+def recomputing() -> "Iterator[None]":
+    """Return the context of a backward pass, in which ``torch.utils.checkpoint`` calls functions.
+
+    A mode would dispatch ``torch.autograd.backward()`` itself.
+    """
+    due = [exchange for exchange in waiting() if exchange.calls_batch_norm and _is_asked(exchange)]
+    if not due or patching.find(torch, "batch_norm") is not None:
+        yield
+        return
+    plain, reductions = torch.batch_norm, RankReductions(due[0])
+
+    def recomputed(*args, **kwargs):
+        if calls.exchanges:  # a forward pass, of another thread
+            return plain(*args, **kwargs)
+        return batch_norm.compute(reductions, plain, args, kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patching.replaced(torch, batch_norm=recomputed))
+        if hasattr(torch.nn.functional, _CHECK):  # the forward pass has checked all ranks' sizes
+            checks = {_CHECK: lambda size: None}
+            stack.enter_context(patching.replaced(torch.nn.functional, **checks))
+        yield
+
+
+def _has_mode():
+    """Return whether functions normalize by all ranks' samples at present."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, _FunctionMode) for mode in modes)
+
+
+@contextlib.contextmanager
 def called(exchange: Any, model: torch.nn.Module) -> "Iterator[Any]":
     """Return the context of a call of a model, or of its step.
 
     Functions that it calls by itself normalize by all ranks' samples in it, if that is asked for.
     The context yields their ``_FunctionMode``; None: another model's call has one, or none is due.
     """
-    is_asked = model.training and _is_asked(exchange)
     with exchange.called():
-        modes = torch.overrides._get_current_function_mode_stack() if is_asked else []
-        if not is_asked or any(isinstance(mode, _FunctionMode) for mode in modes):
+        if not model.training or not _is_asked(exchange) or _has_mode():
             yield None
             return
         with _FunctionMode(RankReductions(exchange)) as mode:

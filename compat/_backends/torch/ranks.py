@@ -11,7 +11,7 @@ from typing import Any
 from ... import _keras
 from ..._ranks import keras_model
 from ..._ranks.engines.torch_distributed import TorchDistributed
-from . import activation_hooks, backward_passes, gradient_exchange
+from . import activation_hooks, backward_passes, gradient_exchange, ranked_batch_norm
 from .keras_ranks import RankedKerasCall, RankedTorchTestStep, RankedTrainStep
 from .keras_replicas import refuse_torch_compile
 from .native_ranks import RankedForward
@@ -21,7 +21,7 @@ def distribute(model: Any, place: Any) -> Any:
     """Make a model one of several ranks', in place; again, it changes nothing."""
     refuse_torch_compile(model)
     engine = TorchDistributed.join(place)
-    backward_passes.follow()
+    backward_passes.follow(ranked_batch_norm.recomputing)
     activation_hooks.follow(gradient_exchange.is_under_way)
     kind = RankedForward if _keras.keras_of(model) is None else RankedKerasCall
     if kind.of(model) is None:

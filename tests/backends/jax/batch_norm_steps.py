@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from ..rank_batch_norm import EVALUATED
+
 PROGRAM = """
 import jax
 
@@ -55,6 +57,14 @@ class Recomputed(keras.Sequential):
         return {"loss": loss}, (trainable, others, optimizer, metrics)
 
 
+class Evaluated(keras.Sequential):
+    "Evaluates as it trains."
+
+    def test_step(self, state, data):
+        outputs, _ = self.stateless_call(*state[:2], data[0], training=True)
+        return {"loss": ((outputs - data[1]) ** 2).mean()}, state
+
+
 def parallelized(name, model, is_asked):
     said[name] = [told(lambda: compat.parallelize(model, sync_batch_norm=is_asked))]
 
@@ -91,12 +101,19 @@ model = trained("eager", lambda: keras.Sequential(small()), (5,), **options)
 model.compile(keras.optimizers.SGD(0.1), "mse")
 parallelized("off", model, None)
 train("off", model, (5,))
+if compat.size() > 1:
+    model = Evaluated(small(), name="evaluated")
+    model.build((None, 36))
+    compat.parallelize(model, sync_batch_norm=True).compile(loss="mse")
+    model.layers[0].name = "norm"
+    said["evaluated"] = told(lambda: model.test_on_batch(np.ones((2, 36)), np.ones((2, 3))))
 """
 
 
 def check(jobs):
     """Check that two ranks train as one process does, but where the option is off."""
     ((one,), (alone,)), (both, said) = (job["batch_norm"] for job in jobs)
+    assert [each.pop("evaluated") for each in said] == [[EVALUATED.format("evaluated")]] * 2
     assert [alone, *said] == [dict.fromkeys(alone, [[], []])] * 3
     for name in one:
         np.testing.assert_array_equal(*(arrays[name] for arrays in both), err_msg=name)
