@@ -247,12 +247,15 @@ def go_on(keras, folder, optimizer_name, extension, first, last, others=()):
 def normalise(keras, folder):
     """Train models with batch normalization, whose moving averages are weights, too.
 
-    The first one's has each rank's own samples, and the second one's those of all ranks.
+    The first one's has each rank's own samples, and the second one's those of all ranks. That one
+    predicts on rank 0 alone.
     """
 
     def build():
         layers = [keras.layers.BatchNormalization(input_shape=(8,)), keras.layers.Dense(4)]
-        return initialise(keras.models.Sequential(layers))
+        model = initialise(keras.models.Sequential(layers))
+        model.set_weights([np.abs(weight) for weight in model.get_weights()])  # such as a variance
+        return model
 
     arrays, told = {}, []
     for name, is_asked in [("weight", False), ("synchronized", True)]:
@@ -263,6 +266,8 @@ def normalise(keras, folder):
         model.compile(optimizer(keras, "sgd"), "mse")
         _fit(model, "dense", 2)
         arrays.update(_weights(model, name))
+    if compat.is_chief():
+        arrays["predicted"] = model.predict(CASES["dense"].data(5)[0])
     return arrays, {"told": [text for text in told if "statistics of the whole batch" in text]}
 
 
