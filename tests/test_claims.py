@@ -46,6 +46,13 @@ def test_sentences_of_a_page():
     assert found == ["It does.", "Each row, [always].", "`any`: so it is", "two"] + cells
 
 
+def test_the_pages_can_be_read():
+    """At most 30,000 words, without the backends' pages: what has a letter or a digit is one."""
+    pages = [page for page in claims.pages() if page.count("/") < 2]
+    words = [word for page in pages for word in read(*page.split("/")).split()]
+    assert len([word for word in words if re.search("[A-Za-z0-9]", word)]) <= 30000
+
+
 # What was tried -------------------------------------------------------------------------------
 
 
