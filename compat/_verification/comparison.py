@@ -80,7 +80,7 @@ class Comparison:
         apart = value - expected
         finite = np.isfinite(apart)
         alike = finite | (expected == value) | (np.isnan(expected) & np.isnan(value))
-        largest = _largest(np.where(finite, expected, 0.0))
+        largest = _largest(expected)
         spread = max([_largest(_change(other, before) - expected) for other in others] or [0.0])
         limit = (None if spread else 0.0) if is_exact else self._limit(largest, spread, before)
         if limit is None:
