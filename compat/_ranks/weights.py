@@ -66,7 +66,9 @@ def variables_of(model, engine):
     elif optimizer is not None and maker is not None:
         # tf.keras' legacy optimizers have the second one.
         make = getattr(optimizer, "build", None) or optimizer._create_all_weights
-        if not getattr(optimizer, "built", False) and model.trainable_variables:
+        # Keras 3 builds what is left of a model, and then its optimizer, as fit() begins.
+        is_left = hasattr(model, "_symbolic_build") and not _is_complete(model)
+        if not (getattr(optimizer, "built", False) or is_left) and model.trainable_variables:
             make(model.trainable_variables)
         state = optimizer.variables
     state = list(state() if callable(state) else state)
@@ -75,6 +77,10 @@ def variables_of(model, engine):
     if scale is not None and hasattr(scale, "current_loss_scale"):
         state += [scale.current_loss_scale, scale.counter]
     return arrays_of(model) + state + engine.state_besides(model)
+
+
+def _is_complete(model):
+    return all(layer.built for layer in _keras.all_layers(model))
 
 
 def arrays_of(model):

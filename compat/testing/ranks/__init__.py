@@ -179,14 +179,14 @@ class RanksContract(Jobs):
 
     def test_a_rank_predicts_alone_by_the_moving_averages(self, results):
         """Where batch normalization has the samples of all ranks in training."""
-        for arrays, _ in [results(1, "normalise")[0], results(2, "normalise")[0]]:
+        for arrays, facts in [results(1, "normalise")[0], results(2, "normalise")[0]]:
             weights = [arrays["synchronized-%d" % place] for place in range(6)]
             scale, offset, mean, variance, kernel, bias = weights
             inputs, _ = CASES["dense"].data(5)
             normalized = (inputs - mean) / np.sqrt(variance + 1e-3) * scale + offset
             expected = normalized.dot(kernel) + bias
             assert np.abs(expected).max() > 0.1
-            np.testing.assert_allclose(arrays["predicted"], expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(facts["predicted"], expected, rtol=1e-4, atol=1e-5)
 
     def test_mixed_precision_trains_to_the_numbers_of_one_process(self, results):
         """With the same loss scale; a step that overflows on one rank is skipped on all."""

@@ -266,9 +266,10 @@ def normalise(keras, folder):
         model.compile(optimizer(keras, "sgd"), "mse")
         _fit(model, "dense", 2)
         arrays.update(_weights(model, name))
+    facts = {"told": [text for text in told if "statistics of the whole batch" in text]}
     if compat.is_chief():
-        arrays["predicted"] = model.predict(CASES["dense"].data(5)[0])
-    return arrays, {"told": [text for text in told if "statistics of the whole batch" in text]}
+        facts["predicted"] = model.predict(CASES["dense"].data(5)[0]).tolist()
+    return arrays, facts
 
 
 def batches(keras, folder, processes):

@@ -1859,8 +1859,15 @@ def looped(name, *block):
     weights[name] = [*model.get_weights(), losses]
 
 
+def wrapped():
+    "A module of torch in a model whose last layer Keras builds in fit()."
+    module = layers.TorchModuleWrapper(torch.nn.BatchNorm1d(6).double())
+    return keras.Sequential([layers.Input((6,)), module, dense(1)])
+
+
 kinds = {
     "parts": Parts,
+    "wrapped": wrapped,
     "dense": lambda: normalizing([dense(5)], [layers.ReLU()]),
     "by layer": lambda: normalizing([dense(5)], by_layer=True),
     "renormalized": lambda: normalizing([dense(5)], renorm=True),
