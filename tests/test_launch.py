@@ -604,6 +604,10 @@ def test_a_log_behind_a_traceback_is_none_of_its_lines():
 def test_messages_survive_launchers_that_put_something_in_front():
     line = "[1,0]<stdout>:{0}12{1}out{1}part{1}text\x1f".format(messages.BEGIN, messages.BETWEEN)
     assert messages.decode(line) == ["12", "out", "part", "text\x1f"]
+    # horovodrun does so at each carriage return, too, as progress bars have.
+    (sent,) = messages.encoded(1, messages.OUT, "\r1/8\b\b\b\r2/8\r", messages.UNFINISHED)
+    passed_on = re.sub("(^|\r)", r"\1[1]<stdout>:", sent.decode())
+    assert messages.decode(passed_on[:-1]) == ["1", "out", "unfinished", "\r1/8\b\b\b\r2/8\r"]
     for text in ("1", "x\x1fout\x1f\x1ftext", "1\x1fout\x1ftext"):
         assert messages.decode(messages.BEGIN + text) is None
     for line in ("", "text"):

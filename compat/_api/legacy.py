@@ -220,9 +220,11 @@ def install_legacy_names() -> "List[str]":
 
 def _install(parent, name, function):
     """Set an attribute of modules, unless Keras' own is to stay; return its path, in a list."""
-    lacking = [m for m in _modules(parent) if getattr(m, name, None) is not function]
-    if function is not multi_gpu_model:
-        lacking = [m for m in lacking if not hasattr(m, name)]
+    modules = _modules(parent)
+    if function is multi_gpu_model:
+        lacking = [m for m in modules if getattr(m, name, None) is not function]
+    else:  # TensorFlow 1.15 warns where a deprecated name is read
+        lacking = [m for m in modules if name not in dir(m)]
     for module in lacking:
         setattr(module, name, function)
     return [f"{parent}.{name}"] if lacking else []

@@ -149,6 +149,12 @@ def _planned(path, old, config):
     whole = "model_config" in old.attrs
     weights = old.get("model_weights") if whole else old
     layers = [] if weights is None else _names(weights, "layer_names")
+    if not layers and ("layers" in old or "_layer_checkpoint_dependencies" in old):
+        raise errors.ModelFileError(
+            f"{path} has weights in the format of Keras 3 (.weights.h5), which compat unwrap does "
+            "not read. Load it into the wrapper, built by your code, and save the weights of "
+            "compat.unwrap(parallel)."
+        )
     if not layers:
         raise errors.ModelFileError(
             f"{path} is HDF5, but neither a whole model nor weights of Keras: it has no "

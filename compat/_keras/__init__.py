@@ -366,7 +366,7 @@ def _v1_keras() -> "Any":
     Keras 3, which has another name for itself there, knows no sessions.
     """
     tf = sys.modules.get("tensorflow")
-    if tf is None or hasattr(tf, "Session"):  # TensorFlow 1
+    if tf is None or "Session" in dir(tf):  # TensorFlow 1; 1.15 warns where the name is read
         return None
     if not hasattr(tf, "executing_eagerly") or tf.executing_eagerly():
         return None

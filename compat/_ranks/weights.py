@@ -59,10 +59,12 @@ def variables_of(model, engine):
     state = []
     maker = _keras.inner_model(model)
     if optimizer is not None and hasattr(maker, "_make_train_function"):
-        maker._make_train_function()  # before that Keras 2's optimizers have no state
-        # In Keras 2 an optimizer of TensorFlow's keeps its state itself.
-        wrapped = getattr(optimizer, "optimizer", None)
-        state = optimizer.weights if wrapped is None else wrapped.variables
+        # Of a Sequential that was built without an input, tf.keras 1.15 postpones compile().
+        if getattr(maker, "_is_compiled", True):
+            maker._make_train_function()  # before that Keras 2's optimizers have no state
+            # In Keras 2 an optimizer of TensorFlow's keeps its state itself.
+            wrapped = getattr(optimizer, "optimizer", None)
+            state = optimizer.weights if wrapped is None else wrapped.variables
     elif optimizer is not None and maker is not None:
         # tf.keras' legacy optimizers have the second one.
         make = getattr(optimizer, "build", None) or optimizer._create_all_weights

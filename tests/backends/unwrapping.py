@@ -335,6 +335,16 @@ class Unwrapping:
             "wrapper has one, the model inside, between layers without weights. Load it as it "
             "is.".format(path, len(encoder.layers))
         )
+        path = str(tmp_path / "new.weights.h5")
+        encoder.save_weights(path)
+        with h5py.File(path, "r") as file:
+            is_of_keras_3 = "layer_names" not in file.attrs  # so Keras from 2.13 on writes it
+        if is_of_keras_3:
+            assert refused(capsys, path) == (
+                "{} has weights in the format of Keras 3 (.weights.h5), which compat unwrap does "
+                "not read. Load it into the wrapper, built by your code, and save the weights of "
+                "compat.unwrap(parallel).".format(path)
+            )
         with pytest.raises(compat.NotAModelError) as error:
             compat.unwrap(path)
         assert str(error.value) == (

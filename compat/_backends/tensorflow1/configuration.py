@@ -156,12 +156,18 @@ def imported_keras_packages() -> "List[Any]":
     packages = [keras] if keras and _keras.backend_name(keras) == "tensorflow" else []
     if {"tensorflow.python.keras.backend", "keras", "tf_keras"} & set(sys.modules):
         packages.append(v1_names(sys.modules["tensorflow"]).keras)
-    return [keras for keras in packages if hasattr(keras.backend, "get_session")]
+    # TensorFlow 1.15 warns of the name where it is read, also in tf.compat.v1.
+    return [keras for keras in packages if "get_session" in dir(keras.backend)]
+
+
+def backend_module(keras: "Any") -> "Any":
+    """Return the module that defines a Keras package's functions for TensorFlow."""
+    return sys.modules[keras.backend.clear_session.__module__]
 
 
 def session_of(keras: "Any") -> "Any":
     """Return the session that a Keras package has made for itself, or None."""
-    module = sys.modules[keras.backend.get_session.__module__]
+    module = backend_module(keras)
     session = getattr(module, "_SESSION", None)  # keras 2.3 has none of its own
     is_local = isinstance(session, threading.local)  # from TensorFlow 1.15
     return getattr(session, "session", None) if is_local else session

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import sys
 import threading
 from _thread import get_ident
 from typing import Any, Dict, Iterator, List
@@ -12,7 +11,7 @@ from ..._runtime import patching
 from ..._runtime.operation_times import converted, count_products
 from .._tensorflow.graph import v1_names
 from .._tensorflow.profiler import operations_of
-from .configuration import imported_keras_packages
+from .configuration import backend_module, imported_keras_packages
 
 
 def profiled(devices):
@@ -106,7 +105,7 @@ def _call_with_metadata(kind):
 
 def keras_functions() -> "List[type]":
     """Return the classes of the functions that Keras compiles for many runs."""
-    modules = [sys.modules[k.backend.get_session.__module__] for k in imported_keras_packages()]
+    modules = [backend_module(keras) for keras in imported_keras_packages()]
     names = ("Function", "GraphExecutionFunction")
     classes = {getattr(module, name, None) for module in modules for name in names}
     return [kind for kind in classes if isinstance(kind, type)]

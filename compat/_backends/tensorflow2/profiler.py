@@ -59,14 +59,25 @@ def _profile():
         try:
             yield planes
         finally:
-            if hasattr(tf.test, "experimental"):
-                tf.test.experimental.sync_devices()
+            if hasattr(tf.raw_ops, "SyncDevice"):
+                _synchronize()
             time.sleep(0.1)  # a thread completes its record after it has returned its results
             profiler.stop()
             paths = list(pathlib.Path(directory).rglob("*.xplane.pb"))
             # TensorFlow 2.2 writes no planes.
             for path in paths or pathlib.Path(directory).rglob("*.trace.json.gz"):
                 planes.extend(_planes(path))
+
+
+def _synchronize():
+    """Wait until this process's devices have executed what was dispatched to them."""
+    # tf.test.experimental.sync_devices() also asks other ranks' devices, which fails.
+    address = tf.constant(0).device.rpartition("/device:")[0]
+    for device in tf.config.list_logical_devices():
+        if device.name.rpartition("/device:")[0] in ("", address):
+            with tf.device(device.name):
+                tf.raw_ops.SyncDevice()
+    context.async_wait()
 
 
 def _planes(path):

@@ -6,8 +6,9 @@ A message is a line: ``BEGIN``, the rank, the message's kind, a mark, its text.
 import signal
 from typing import Any, Iterator, List, NamedTuple, Optional, Union
 
-# Characters that no program prints by chance: ASCII's record and unit separators.
-BEGIN, BETWEEN = "\x1e", "\x1f"
+# Characters that no program prints by chance: ASCII's record, unit and group separators. The last
+# stands for a carriage return, behind which horovodrun prints its own prefix.
+BEGIN, BETWEEN, _RETURN = "\x1e", "\x1f", "\x1d"
 # Kinds: the rank has started, with the numbers of its process and of the script's; a line of
 # standard output, of standard error; how the rank ended, the values of an ``Ended``.
 START, OUT, ERR, END = "start", "out", "err", "end"
@@ -27,6 +28,7 @@ OUTCOME_VARIABLE = "COMPAT_OUTCOME"
 
 def encoded(rank: int, kind: str, text: str, mark: str = "") -> Iterator[bytes]:
     """Yield the lines that send a text, each of which is to be written at once."""
+    text = text.replace("\r", _RETURN)
     parts = [text[start : start + _PART] for start in range(0, len(text), _PART)] or [""]
     for number, part in enumerate(parts, 1):
         fields = str(rank), kind, mark if number == len(parts) else PART, part
@@ -35,7 +37,8 @@ def encoded(rank: int, kind: str, text: str, mark: str = "") -> Iterator[bytes]:
 
 def decode(line: str) -> Optional[List[str]]:
     """Return the rank, kind, mark and text of a message; None for what the launcher prints."""
-    message = line.partition(BEGIN)[2].split(BETWEEN, 3)  # launchers may put something in front
+    # Launchers may put something in front.
+    message = line.partition(BEGIN)[2].replace(_RETURN, "\r").split(BETWEEN, 3)
     return message if len(message) == 4 and message[0].isdecimal() else None
 
 

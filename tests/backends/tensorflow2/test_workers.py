@@ -32,6 +32,9 @@ class TestTensorFlow2Workers(OnTensorFlow2):
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 ROWS = """
+import tempfile
+
+
 class Count(keras.layers.Layer):
     def call(self, inputs):
         def count(rows):
@@ -48,7 +51,9 @@ counted = compat.parallelize(keras.Sequential([Count(input_shape=(6,)), dense(1)
 counted.compile("sgd", "mse")
 counted.fit(inputs, targets, batch_size=rows, epochs=1, shuffle=False, verbose=0)
 weights["counted"] = counted.get_weights()
-said["predicted"] = len(counted.predict(inputs[compat.rank() :], verbose=0))
+with tempfile.TemporaryDirectory() as folder, compat.timeline(folder + "/timeline.json"):
+    said["predicted"] = len(counted.predict(inputs[compat.rank() :], verbose=0))
+said["busy"] = compat.report().devices[0].busy
 """
 
 # In a graph the Nadam of tf.keras updates its product for each weight; the legacy one does not.
@@ -141,6 +146,7 @@ def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(jobs)
     said = ranks.check_same(jobs, "ways")
     assert [one.pop("rows") for one in said] == [[4, 4, 3, 11], [4, 4, 2, 9]]
     assert [one.pop("predicted") for one in said] == [11, 9]
+    assert all(one.pop("busy") for one in said)
     assert said[0] == said[1]
 
 
