@@ -136,7 +136,8 @@ def test_test_names_it(folder, toy, capfd, monkeypatch):
         "compat test: script.py on 3 simulated devices of toy\n"
         "\n"
         "Nothing was verified: no step was seen of a model that compat.parallelize() was given "
-        "after compat.configure_gpu().\n"
+        "after compat.configure_gpu(). configure_gpu(parallelize=True) parallelizes each Keras "
+        "model that the script compiles.\n"
         "Nothing was compared on several devices.\n"
     )
     assert "compat test: {}\n".format(errors.shadowed(script, folder / "compat.py")) in err

@@ -118,7 +118,8 @@ def test_a_script_that_trains_nothing(tmp_path):
         "compat test: train.py on 3 simulated devices of numpy\n"
         "\n"
         "Nothing was verified: no step was seen of a model that compat.parallelize() was given "
-        "after compat.configure_gpu().\n"
+        "after compat.configure_gpu(). configure_gpu(parallelize=True) parallelizes each Keras "
+        "model that the script compiles.\n"
         "Nothing was compared on several devices.\n"
         "\n"
         "As 2 ranks: all ended well, but nothing was compared: they trained no model together.\n",

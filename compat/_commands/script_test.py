@@ -107,7 +107,8 @@ def _on_replicas(script, environ, chosen, devices, outcome, folder):
     if not records:
         lines.append(
             "Nothing was verified: no step was seen of a model that compat.parallelize() was given "
-            "after compat.configure_gpu()."
+            "after compat.configure_gpu(). configure_gpu(parallelize=True) parallelizes each Keras "
+            "model that the script compiles."
         )
     if status and not any(record["failure"] for record in records):
         lines.append(f"The script ended with exit status {status}.")
