@@ -161,8 +161,8 @@ def test_ranks_that_share_a_gpu_are_told(toy, machine, rank):
 def test_ranks_that_share_a_gpu_are_an_error_under_strict(toy, machine, rank):
     machine.plug(1)
     rank(1, 2)
-    with pytest.raises(compat.DevicesNotFoundError, match="gpus=2 was asked for"):
-        compat.configure_gpu(2, strict=True)
+    with pytest.raises(compat.DevicesNotFoundError, match="each of 2 ranks was asked for, but 1"):
+        compat.configure_gpu(8, strict=True)
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 

@@ -113,7 +113,7 @@ class Devices:
         self.positions = tuple(positions)
         self.uuids = ("",) * len(self.gpus)
         if listed:
-            self.shortage = (str(self.undecided), short) if short else None
+            self.shortage = (_request(self.undecided, self.place), short) if short else None
         else:
             self.reason += "; the framework lists none"
 
@@ -309,15 +309,24 @@ def choose_for_rank(
     is_bound = _is_bound(environ, place)
     if pool.undecided is not None:
         pool.place, pool.bound = place, is_bound
+    if pool.shortage:
+        pool.shortage = _request(selection, place), pool.shortage[1]
     if not pool.gpus:
         return pool
     shortage = pool.shortage
     if len(pool) == 1 and is_bound:
         return pool.only(0, None)
     if not shortage and len(pool) < place.local_size:
-        request = f"a GPU for each of {place.local_size} ranks"
-        shortage = request, "{}: {}".format(are(len(pool), "there"), pool)
+        clause = "{}: {}".format(are(len(pool), "there"), pool)
+        shortage = _request(Selection("count", place.local_size), place), clause
     return pool.only(place.local_rank % len(pool), shortage)
+
+
+def _request(selection: "Selection", place: "Optional[Place]") -> str:
+    """Return the request of a shortage; of ranks a count is theirs, not that of the script."""
+    if place is not None and place.local_size > 1 and selection.kind == "count":
+        return f"a GPU for each of {place.local_size} ranks"
+    return str(selection)
 
 
 def _is_bound(environ: "Mapping[str, str]", place: "Place") -> bool:

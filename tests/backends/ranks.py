@@ -827,6 +827,7 @@ def check_stopped_rank_0(folder, backend, program):
     said = what_a_failed_job_says(folder, backend, program, size=2)
     assert ", but rank 0 failed, ended or did not come: " in said
     assert verdict(said) in (DID_NOT_COME.format(0, 2), WAITED.format(1, 2, 0))
+    return said
 
 
 # Makes a train function of its own, as keras_lookahead does.

@@ -119,11 +119,13 @@ def recorded():
 
 def _operations(events, devices):
     """Yield the kernels of GPUs, one plane for each; of CPU devices XLA's instructions."""
+    ids = [device.id for device in jax.local_devices()]  # a rank's do not begin with 0
     for plane, line, name, span, statistics in events:
         gpu, place = re.match(r"/device:GPU:(\d+)", plane), None
         if gpu and line.startswith("Stream"):
             place = int(gpu.group(1))
         elif not gpu and "hlo_op" in statistics:
-            place = statistics.get("device_ordinal")
+            ordinal = statistics.get("device_ordinal")
+            place = ids.index(ordinal) if ordinal in ids else ordinal
         if place is not None and place < len(devices):
             yield Operation(devices[place], name, *span)

@@ -58,6 +58,8 @@ class TorchDistributed(engines.Engine):
         self.made = True
 
         def read(name, seconds):
+            if seconds < 1 and not store.check([name]):  # wait() would warn on stderr each time
+                raise LookupError(name)
             store.wait([name], datetime.timedelta(seconds=seconds))
             return store.get(name).decode()
 

@@ -195,13 +195,30 @@ def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(job
         assert "/kernel' and 1 other on rank 1 of 2 are not those of rank 0." in each["drifts"]
 
 
+TIMELINE = """
+import glob, json, os, tempfile, jax
+
+with tempfile.TemporaryDirectory() as folder:
+    with compat.timeline(os.path.join(folder, "timeline.json")):
+        jax.jit(lambda value: value @ value)(np.ones((8, 8))).block_until_ready()
+    (file,) = glob.glob(os.path.join(folder, "*"))
+    events = json.load(open(file))["traceEvents"]
+said["executed"] = sum(event["ph"] == "X" for event in events)
+"""
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Return the results of one process and two ranks for programs that are not slow."""
     programs = rank_decisions.programs("numbers")
-    both = dict(programs, steps_state=rank_state.STATE)
+    both = dict(programs, steps_state=rank_state.STATE, timeline=TIMELINE)
     both["batch_norm"] = batch_norm_steps.PROGRAM  # the last one: it changes the type of floats
     return ranks.run_both(both, tmp_path_factory.mktemp("reports"), "jax", programs)
+
+
+def test_the_timeline_of_each_rank_has_what_its_device_executed(reports):
+    _, said = reports[1]["timeline"]
+    assert all(each["executed"] for each in said), said
 
 
 def test_state_that_steps_set_is_that_of_all_rows(reports):
