@@ -164,7 +164,7 @@ def _of_this_machine(chosen, selection, options, environ):
         devices = device_choice.choose(selection, None, environ)
     settings = Settings(devices)
     notes = list(devices.problems) + chosen.overruled(settings, environ)
-    if devices.shortage:
+    if devices.shortage and options.simulate is None:
         request = "every GPU" if gpus is None else "--gpus " + gpus
         notes.append(errors.fewer((request, devices.shortage[1]), str(devices), strict=False))
         if gpus and gpus.isdecimal():
