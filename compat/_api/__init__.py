@@ -238,7 +238,6 @@ class _FailureNoted:
 def _parallelize(model, gpus=None, strategy=None, sync_batch_norm=None):
     from .. import _keras  # for start-up time
     from .._configuration import gpu_selection  # for start-up time
-    from .._runtime import synchronized  # for start-up time
     from . import batch_norm, use_checks  # for start-up time
 
     active = process.configuration
@@ -265,7 +264,7 @@ def _parallelize(model, gpus=None, strategy=None, sync_batch_norm=None):
         )
     name = getattr(model, "name", None) or type(model).__name__
     process.unsplit.discard(model)
-    synchronized.ask(model, is_synchronized)
+    batch_norm.ask(backend, model, is_synchronized)
     if place is not None:
         batch_norm.check_ranks(backend, model, name, place)
         model, where = backend.distribute(model, place), str(place)

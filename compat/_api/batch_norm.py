@@ -1,11 +1,40 @@
 """Checks that batch normalization can use the statistics of the whole batch where it is to."""
 
+import weakref
+
 from .. import _keras
 from .._rows import own_statistics
 from .._runtime import synchronized
+from .._runtime.process import process
 
 # Horovod's and torch's own layers communicate with the other ranks by themselves.
 _RANKED = ("horovod", "torch")
+
+
+def ask(backend, model, wanted):
+    """Note whether all batch normalization of a model is to use the whole batch's statistics.
+
+    Models that contain this one then do so in its layers, too, and one that was compiled before is
+    traced again.
+    """
+    is_keras = _keras.keras_of(model) is not None
+    known = [other for other in (reference() for reference in process.keras_models) if other]
+    if is_keras and all(other is not model for other in known):
+        process.keras_models = [weakref.ref(other) for other in [*known, model]]
+    if not wanted and not synchronized.is_asked(model):
+        return
+    synchronized.ask(model, wanted)
+    layers = _layers(backend, model).values()
+    changed = [layer for layer in layers if synchronized.ask_layer(layer, wanted)]
+    for part in _keras.layers_within(model) if is_keras and not wanted else ():
+        if synchronized.is_asked(part):  # a model within, for itself
+            for layer in _layers(backend, part).values():
+                synchronized.ask_layer(layer, True)
+    if is_keras and changed:
+        within = {id(layer) for layer in changed}
+        for other in known:
+            if other is not model and within & set(map(id, _keras.layers_within(other))):
+                _keras.trace_again(other)
 
 
 def check_devices(backend, model, name, devices):

@@ -238,6 +238,15 @@ def forget_compiled_steps(model: "Any") -> None:
         patching.detach(model, "_distributed_function_cache")
 
 
+def trace_again(model: "Any") -> None:
+    """Have any Keras trace a model's steps again, if it has; the optimizer's state stays."""
+    if hasattr(model, "make_train_function"):
+        forget_compiled_steps(model)
+    else:
+        with rebuilding_functions(inner_model(model)):
+            pass
+
+
 def wrapped_optimizers(optimizer: "Any") -> "List[Any]":
     """Return an optimizer, and those that it wraps, each once: one may refer to its wrapper."""
     optimizers = [] if optimizer is None else [optimizer]

@@ -28,6 +28,7 @@ class Process:
             devices, was compiled under ``parallelize=True``, or has parts that ``device()`` placed.
         refused: models for which ``parallelize()`` has failed, by name, and the class of the error.
         parallelizes_compiled: whether Keras models are parallelized when they are compiled.
+        keras_models: weak references to the models of Keras that ``parallelize()`` was given.
         on_parallelized: callbacks, which get the name of each model that is parallelized, and its
             devices.
         unsplit: models that run unsplit, or some of whose operations do.
@@ -59,6 +60,7 @@ class Process:
         self.uses_devices = False
         self.refused: "Dict[str, str]" = {}
         self.parallelizes_compiled = False
+        self.keras_models: "List[Callable[[], Any]]" = []
         self.on_parallelized: "List[Callable[[str, str], None]]" = []
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []
         self.unsplit = UnsplitModels()

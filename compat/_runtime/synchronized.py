@@ -5,6 +5,7 @@ from typing import Any, Collection, Dict, Iterable, Tuple
 from . import patching
 
 _ASKED = "_compat_sync_batch_norm"  # an attribute of models
+_OF_MODEL = "_compat_sync_batch_norm_of_model"  # of layers
 _SYNCHRONIZED = {"SyncBatchNormalization", "SyncBatchNorm"}
 _CLASSES = {"BatchNormalization", "BatchNormalizationBase", "BatchNormalizationV1"}
 _CLASSES |= {"BatchNorm", "BatchNorm_v1", "_BatchNorm"} | _SYNCHRONIZED
@@ -12,15 +13,30 @@ _CLASSES |= {"BatchNorm", "BatchNorm_v1", "_BatchNorm"} | _SYNCHRONIZED
 
 def ask(model: "Any", wanted: bool) -> None:
     """Note whether all batch normalization of a model is to use the whole batch's statistics."""
-    if wanted:
-        patching.attach(model, _ASKED, True)
-    elif is_asked(model):
-        patching.detach(model, _ASKED)
+    _note(model, _ASKED, wanted)
+
+
+def ask_layer(layer: "Any", wanted: bool) -> bool:
+    """Note the same of a layer of a model, for others that contain it; return if that is new."""
+    return _note(layer, _OF_MODEL, wanted)
+
+
+def _note(part: "Any", name: str, wanted: bool) -> bool:
+    is_new = _is_noted(part, name) != wanted
+    if is_new and wanted:
+        patching.attach(part, name, True)
+    elif is_new:
+        patching.detach(part, name)
+    return is_new
+
+
+def _is_noted(part: "Any", name: str) -> bool:
+    return getattr(part, "__dict__", {}).get(name) is True
 
 
 def is_asked(model: "Any") -> bool:
     """Return whether it is, by an argument of ``parallelize()`` or as configured."""
-    return getattr(model, "__dict__", {}).get(_ASKED) is True
+    return _is_noted(model, _ASKED)
 
 
 def layers(named: "Iterable[Tuple[str, Any]]") -> "Dict[str, Any]":
@@ -29,8 +45,12 @@ def layers(named: "Iterable[Tuple[str, Any]]") -> "Dict[str, Any]":
 
 
 def asks(layer: "Any") -> bool:
-    """Return whether a layer is one that uses the whole batch's statistics by itself."""
-    return getattr(layer, "synchronized", False) is True or _is_a(layer, _SYNCHRONIZED)
+    """Return whether a layer uses the whole batch's statistics whichever model calls it.
+
+    By itself, or as a part of a model that is asked for it.
+    """
+    by_itself = getattr(layer, "synchronized", False) is True or _is_a(layer, _SYNCHRONIZED)
+    return by_itself or _is_noted(layer, _OF_MODEL)
 
 
 def _is_a(layer: "Any", names: "Collection[str]") -> bool:

@@ -198,6 +198,27 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
         else:
             assert abs(losses[0][2] - losses[1][2]) > 1e-4
 
+    def test_batchnorm_of_a_model_within_another_that_is_synchronized(self, keras):
+        """It is synchronized in models that contain it, compiled before or after it is asked."""
+        inputs, targets = CASES["dense"].data(61)
+        losses, start = [], None
+        for when in ("on one device", "before", "after"):
+            inner, source = self.normalized(keras), keras.layers.Input(shape=inputs.shape[1:])
+            outer = keras.models.Model(source, inner(source))
+            start = start or outer.get_weights()
+            outer.set_weights(start)
+            if when == "before":
+                compat.parallelize(inner, sync_batch_norm=True)
+            if when != "on one device":
+                compat.parallelize(outer)
+            outer.compile("sgd", "mse")
+            if when == "after":
+                outer.train_on_batch(inputs, targets)
+                compat.parallelize(inner, sync_batch_norm=True)
+                outer.set_weights(start)
+            losses.append([float(outer.train_on_batch(inputs * 2 + 1, targets)) for _ in range(3)])
+        np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
+
     # Ways to train ----------------------------------------------------------------------------
 
     def test_train_on_batch_and_validation_data(self, keras):

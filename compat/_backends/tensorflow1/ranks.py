@@ -9,13 +9,12 @@ of TensorFlow) it does with that mean, and it remains the user's object.
 import contextlib
 import functools
 import itertools
-from typing import List, Optional
+from typing import Any, List, Optional
 
 from ... import _keras, errors
 from ..._ranks import keras2, keras2_divisors, keras_model, own_functions, script_gradients
 from ..._ranks import state as rank_state
 from ..._ranks.engines import tensorflow_horovod
-from ..._runtime import synchronized
 from . import gradient_marks, loss_gradients, ranked_batch_norm
 from .graph import variables_written
 from .optimizer_order import counting_in_order
@@ -38,9 +37,9 @@ def distribute(model, place):
     keras2.install(model, engine, _KINDS)
     inner = _keras.inner_model(model)
     maker = inner and MakeTensorFlow1TrainFunction.of(inner)
-    if maker and maker.is_asked not in (None, synchronized.is_asked(model)):
+    if maker and maker.requested not in (None, ranked_batch_norm.requested(inner)):
         with _keras.rebuilding_functions(inner):
-            maker.losses = []
+            pass
     own_functions.watch_optimizers(
         [engine.tf.train.Optimizer, _keras.keras_of(model).optimizers.Optimizer]
     )
@@ -147,7 +146,8 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
         super().__init__(engine)
         self.number = next(_numbers)
         self.losses: "List[loss_gradients.TensorFlow1Loss]" = []  # those in use
-        self.is_asked: "Optional[bool]" = None  # whether these are of the whole batch's statistics
+        # The layers that these have use the statistics of the whole batch.
+        self.requested: "Optional[List[Any]]" = None
 
     def begin(self, function, inputs):
         """Agree on a step, or check its loss; return this rank's shard."""
@@ -186,11 +186,13 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
 
     def loss_of_ranks(self, model, loss):
         """Return the ``TensorFlow1Loss`` of a loss of the model, which is made once."""
+        requested = ranked_batch_norm.requested(model)
+        if requested != self.requested:
+            self.requested, self.losses = requested, []
         for of_ranks in self.losses:
             if of_ranks.loss is loss:
                 return of_ranks
         tf, share = self.engine.tf, self.share_of_step(model)
-        self.is_asked = ranked_batch_norm.is_asked(model)
         with tf.name_scope(None), tf.control_dependencies(None):
             batch_norm = ranked_batch_norm.RankedBatchNorm(
                 self.engine, model, self.rows(model), self.number

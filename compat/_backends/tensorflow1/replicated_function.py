@@ -177,7 +177,8 @@ class ReplicatedGraphFunctions:
         updates = list(model.updates) + list(model.state_updates)
         loss = getattr(model, "total_loss", None)  # once compiled
         losses = [] if loss is None else [loss]
-        key = list(map(id, list(model.inputs) + list(model.outputs) + updates + losses))
+        asking = [x for x in _keras.all_layers_of_keras2(model) if synchronized.asks(x)]
+        key = list(map(id, list(model.inputs) + list(model.outputs) + updates + losses + asking))
         if self._part is None or key != self._part_key:
             self._part = BatchPart(
                 model, losses, updates, self._tried, self.is_synchronized, self._redistributes

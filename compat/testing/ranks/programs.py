@@ -248,7 +248,7 @@ def normalise(keras, folder):
     """Train models with batch normalization, whose moving averages are weights, too.
 
     The first one's has each rank's own samples, and the second one's those of all ranks. That one
-    predicts on rank 0 alone.
+    predicts on rank 0 alone. A third one contains one that is synchronized after it was trained.
     """
 
     def build():
@@ -266,6 +266,16 @@ def normalise(keras, folder):
         model.compile(optimizer(keras, "sgd"), "mse")
         _fit(model, "dense", 2)
         arrays.update(_weights(model, name))
+    inner, source = build(), keras.layers.Input((8,))
+    outer = compat.parallelize(keras.models.Model(source, inner(source)))
+    outer.compile("sgd", "mse")
+    _fit(outer, "dense", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compat.parallelize(inner, sync_batch_norm=True)
+    outer.set_weights([np.abs(weight) for weight in initialise(outer).get_weights()])
+    _fit(outer, "dense", 1)
+    (arrays["synchronized within"],) = [each for each in outer.get_weights() if each.ndim == 2]
     facts = {"told": [text for text in told if "statistics of the whole batch" in text]}
     if compat.is_chief():
         facts["predicted"] = model.predict(CASES["dense"].data(5)[0]).tolist()
