@@ -68,12 +68,16 @@ SHOWN = 3  # faults of a pair that are printed
 class Environment:
     """A pair's environment, and the commands that run in it.
 
+    Arguments:
+        pair: the pair.
+        is_edge: whether it runs as one of the edges; tests may then leave out what others have.
+
     Attributes:
         folder: its path.
         log: the path of the file with all that its commands print.
     """
 
-    def __init__(self, pair):
+    def __init__(self, pair, is_edge=False):
         self.pair = pair
         self.folder = WORK / name_of(pair)
         self.log = self.folder.with_name(self.folder.name + ".log")
@@ -97,6 +101,8 @@ class Environment:
             OPENBLAS_NUM_THREADS="1",
             TF_CPP_MIN_LOG_LEVEL="2",
         )
+        if is_edge:
+            self.variables["COMPAT_TEST_EDGES"] = "edges"
         if pair.keras_name == "tf_keras":
             self.variables["TF_USE_LEGACY_KERAS"] = "1"
         if pair.extra == "tensorflow20" and pair.keras is not None:
@@ -241,10 +247,16 @@ def name_of(pair):
     return re.sub(r"[^\w.]+", "-", name + ("" if pair.keras else " tf.keras"))
 
 
-def result_of(pair, examples=EXAMPLES, keep=False):
-    """Run a pair; return what came of it, as it is written to its JSON file."""
-    began = time.time()
-    environment = Environment(pair)
+def result_of(pair, example=None, keep=False):
+    """Run a pair; return what came of it, as it is written to its JSON file.
+
+    Arguments:
+        pair: the pair.
+        example: the only example to run, of an edge; None: all of them.
+        keep: whether to keep its environment.
+    """
+    began, examples = time.time(), [example] if example else EXAMPLES
+    environment = Environment(pair, bool(example))
     error = environment.install()
     result = {"faults": {} if error is None else {"installation": error.splitlines()[-1]}}
     result.update(refused={}, examples=list(examples))
@@ -402,9 +414,8 @@ def main(arguments):
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         running = {}
         for number, pair in enumerate(chosen):
-            of_edges = EXAMPLES[number % len(EXAMPLES) :][:1]
-            examples = of_edges if options.edges else EXAMPLES
-            running[pool.submit(result_of, pair, examples, options.keep)] = pair
+            example = EXAMPLES[number % len(EXAMPLES)] if options.edges else None
+            running[pool.submit(result_of, pair, example, options.keep)] = pair
         for done in concurrent.futures.as_completed(running):
             pair, result = running[done], done.result()
             unexpected += not is_as_expected(pair, result)

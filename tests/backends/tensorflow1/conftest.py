@@ -6,15 +6,18 @@ import pytest
 
 from compat._backends._tensorflow.graph import v1_names
 
-ENVIRONMENT = os.environ.get("TOX_ENV_NAME")
+ENVIRONMENT = os.environ.get("TOX_ENV_NAME") or os.environ.get("COMPAT_TEST_EDGES")
 # Subjects that depend on them, by the environment. In that of the whole contract the other tests
 # compare results, as do idioms and random models, which have them there. Under another Keras the
-# same TensorFlow is tested with them.
+# same TensorFlow is tested with them. The pairs of versions that CI tests have them where all pairs
+# are tested.
 DEPENDENT = {
     "py37-tensorflow1-keras224": "configuration contract executions profiler threads traffic",
+    "py36-tensorflow112": "configuration contract executions profiler threads traffic",
     "py36-tensorflow112-tfkeras": "profiler",
     "py37-tensorflow1-keras231": "profiler",
     "py37-tensorflow1-tfkeras": "profiler",
+    "edges": "profiler",
 }
 
 
@@ -30,7 +33,9 @@ def graph_optimizations(request):
 
     def __init__(self, target="", graph=None, config=None):
         config = config or v1.ConfigProto()
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        options = config.graph_options.rewrite_options
+        if hasattr(options, "disable_meta_optimizer"):  # TensorFlow 1.8 has none
+            options.disable_meta_optimizer = True
         plain(self, target, graph, config)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -153,7 +153,6 @@ def test_other_threads_find_a_function_while_it_is_made_anew(keras, monkeypatch)
     assert type(model) is of_class and model.predict_function is function
 
 
-@span
 def test_a_model_of_its_own_in_each_of_four_threads(keras):
     """Functions are made before, as A3C has it: Keras' scopes are those of all threads."""
     within, session = v1.get_default_graph(), keras.backend.get_session()
