@@ -98,8 +98,7 @@ def tied(keras):
     return keras.models.Model(inputs, outputs), rows
 
 
-@span
-@pytest.mark.parametrize("build", [recurrent, tied])
+@pytest.mark.parametrize("build", in_span([recurrent, tied], [tied]))
 def test_gradients_take_the_way_of_the_weights(keras, counting, build):
     models = [initialise(build(keras)[0]) for _ in range(2)]
     compat.parallelize(models[1])
@@ -245,7 +244,6 @@ def test_changed_weights_are_sent(keras, pytestconfig, eagerly):
                 assert np.abs(np.asarray(each) - expected).max() > 1e-4, way.__name__
 
 
-@span
 def test_a_callback_changes_weights_in_the_middle(keras):
     """And evaluation has a function of its own, with the same copies."""
     expected, found = [], []
