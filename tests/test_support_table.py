@@ -165,7 +165,7 @@ def test_failed_commands_are_named_and_fail(run):
 
 def test_features_are_in_the_environments_where_all_their_tests_passed(run):
     _, lines = run({"py36-theano": 0, "py37-theano": 1, "py37-mxnet": 0})
-    assert row_of(lines, "native") == ["native", "py36-theano, py37-mxnet"]
+    assert row_of(lines, "native") == ["native", "py37-mxnet, py36-theano"]
 
 
 def test_results_of_several_processes_are_added(run):
