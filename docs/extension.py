@@ -26,7 +26,7 @@ SECTIONS = {
 }
 NAME = re.compile(r"^- `(compat(?:\.\w+)+)`(?:: (.+))?$", re.MULTILINE)
 FILE = re.compile(r"^\[(jobs/([\w.-]+))\]\(\1\)$", re.MULTILINE)
-#: Where the pages are that are no longer here.
+#: Where the contents of removed pages are now.
 MOVED = {
     "clusters": "launchers.html#jobs",
     "rows": "how-it-works.html#operations-that-need-the-whole-batch",

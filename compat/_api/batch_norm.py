@@ -1,4 +1,4 @@
-"""Checks that batch normalization can use the statistics of the whole batch where it is to."""
+"""Which batch normalization is to use the statistics of the whole batch, and whether it can."""
 
 import weakref
 
@@ -18,7 +18,8 @@ def ask(backend, model, wanted):
     traced again.
     """
     is_keras = _keras.keras_of(model) is not None
-    known = [other for other in (reference() for reference in process.keras_models) if other]
+    models = [reference() for reference in process.keras_models]
+    known = [other for other in models if other is not None]
     if is_keras and all(other is not model for other in known):
         process.keras_models = [weakref.ref(other) for other in [*known, model]]
     if not wanted and not synchronized.is_asked(model):

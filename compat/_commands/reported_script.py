@@ -145,13 +145,13 @@ def _without_own_frames(hook, leave):
         if leave is not None:
             with contextlib.suppress(Exception):  # called again at the end
                 leave()
-        is_held = leave is not None and issubclass(kind, Exception) and hook is sys.__excepthook__
-        marks = (HOLD, RELEASE) if is_held and sys.stderr is sys.__stderr__ else ()
-        for mark in marks[:1]:
-            print(mark, file=sys.stderr, flush=True)
+        is_pythons = hook is sys.__excepthook__ and sys.stderr is sys.__stderr__
+        is_held = leave is not None and issubclass(kind, Exception) and is_pythons
+        if is_held:
+            print(HOLD, file=sys.stderr, flush=True)
         hook(kind, error.with_traceback(trace), trace)
-        for mark in marks[1:]:
-            print(mark, file=sys.stderr, flush=True)
+        if is_held:
+            print(RELEASE, file=sys.stderr, flush=True)
 
     return excepthook
 

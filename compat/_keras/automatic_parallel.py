@@ -15,7 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ..backend import Backend
 
-#: The modules whose classes define ``compile``, in all Kerases since 2.0.
+#: The modules whose classes define ``compile``, in every Keras since 2.0.
 MODULES = [
     package + module
     for package in (

@@ -76,7 +76,7 @@ class Report(NamedTuple):
 
     @property
     def all_worked(self) -> bool:
-        """Whether every device has computed rows of its own of each model that runs on several."""
+        """True if every device has computed rows of its own of each model that runs on several."""
         if not self.devices or self.absent or self.unused or self.same_rows:
             return False
         return all(device.rows for device in self.devices)

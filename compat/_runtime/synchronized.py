@@ -1,6 +1,6 @@
 """Batch normalization by the statistics of the whole batch: which models and layers ask for it."""
 
-from typing import Any, Collection, Dict, Iterable, Tuple
+from typing import Any, Callable, Collection, Dict, Iterable, List, Tuple
 
 from . import patching
 
@@ -42,6 +42,25 @@ def is_asked(model: "Any") -> bool:
 def layers(named: "Iterable[Tuple[str, Any]]") -> "Dict[str, Any]":
     """Return the layers among these, each with its name, that are batch normalization."""
     return {name or type(part).__name__: part for name, part in named if _is_a(part, _CLASSES)}
+
+
+def requested(
+    model: "Any",
+    layers_of: "Callable[[Any], Iterable[Any]]",
+    is_model_asked: "Callable[[Any], bool]" = is_asked,
+) -> "List[Any]":
+    """Return a model's layers of batch normalization that are to use the whole batch's statistics.
+
+    Arguments:
+        model: the model; others within it may be asked for that, too.
+        layers_of: a function that returns the layers of a model, at any depth.
+        is_model_asked: a function that returns whether a model is asked for that.
+    """
+    parts = list(layers_of(model))
+    asked = filter(is_model_asked, [model, *parts])
+    within = {id(layer) for part in asked for layer in layers_of(part)}
+    found = layers((str(id(part)), part) for part in parts).values()
+    return [layer for layer in found if id(layer) in within or asks(layer)]
 
 
 def asks(layer: "Any") -> bool:

@@ -20,12 +20,7 @@ _METHODS = ("call", "_moments")
 
 def requested(model):
     """Return a model's layers that are to normalize by the statistics of all ranks' rows."""
-    parts = _keras.all_layers(model)
-    asking = [part for part in parts if synchronized.is_asked(part)]  # this model, or others within
-    within = {id(layer) for part in asking for layer in _keras.all_layers(part)}
-    named = [(str(number), layer) for number, layer in enumerate(parts)]
-    layers = synchronized.layers(named).values()
-    return [layer for layer in layers if id(layer) in within or synchronized.asks(layer)]
+    return synchronized.requested(model, _keras.all_layers)
 
 
 def is_synchronizable(layer):

@@ -7,7 +7,7 @@ nothing.
 """
 
 import re
-from typing import Any, Dict, List, Optional
+from typing import Any, List, Optional
 
 from ... import _keras
 from ..._ranks import evaluated_batch_norm
@@ -147,17 +147,8 @@ def requested(model: "Any") -> "List[Any]":
 
     Horovod's own exchange them by themselves.
     """
-    by_argument = is_asked(model)
-    layers = _keras.all_layers_of_keras2(model)
-    asking = [part for part in layers if is_asked(part)]  # models within
-    within = {id(layer) for part in asking for layer in _keras.all_layers_of_keras2(part)}
-    named: "Dict[str, Any]" = synchronized.layers((str(id(layer)), layer) for layer in layers)
-    return [
-        layer
-        for layer in named.values()
-        if (by_argument or id(layer) in within or synchronized.asks(layer))
-        and not type(layer).__module__.startswith("horovod.")
-    ]
+    layers = synchronized.requested(model, _keras.all_layers_of_keras2, is_asked)
+    return [layer for layer in layers if not type(layer).__module__.startswith("horovod.")]
 
 
 def is_synchronizable(layer: "Any") -> bool:

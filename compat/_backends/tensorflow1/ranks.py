@@ -38,8 +38,7 @@ def distribute(model, place):
     inner = _keras.inner_model(model)
     maker = inner and MakeTensorFlow1TrainFunction.of(inner)
     if maker and maker.requested not in (None, ranked_batch_norm.requested(inner)):
-        with _keras.rebuilding_functions(inner):
-            pass
+        _keras.trace_again(model)
     own_functions.watch_optimizers(
         [engine.tf.train.Optimizer, _keras.keras_of(model).optimizers.Optimizer]
     )

@@ -37,7 +37,7 @@ from .ranked_reductions import RankedReductions, present_graph
 from .replicas import ReplicatedCall
 from .state import read
 
-# Of the rows of a batch so many, and of each so many numbers, tell batches from each other.
+# Batches are told apart by so many of their rows, and so many numbers of each.
 _SEEN, _SEEN_OF_ROW = 8, 64
 
 _stepping = Within()  # within, gradients are exchanged, also those of models within the model

@@ -55,7 +55,7 @@ class BackwardCall:
 
     @classmethod
     def has_ended(cls, number: int) -> bool:
-        """Return whether the call of a number is no longer under way."""
+        """Return whether the call of this number has ended."""
         return number not in [call.number for call in list(cls._under_way)]
 
     @classmethod

@@ -178,7 +178,7 @@ class RanksContract(Jobs):
                 assert not all(np.allclose(arrays[key], one[key], atol=1e-4) for key in keys)
 
     def test_a_rank_predicts_alone_by_the_moving_averages(self, results):
-        """Where batch normalization has the samples of all ranks in training."""
+        """Its batch normalization has the samples of all ranks in training."""
         for arrays, facts in [results(1, "normalise")[0], results(2, "normalise")[0]]:
             weights = [arrays["synchronized-%d" % place] for place in range(6)]
             scale, offset, mean, variance, kernel, bias = weights

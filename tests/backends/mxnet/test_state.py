@@ -53,6 +53,16 @@ def test_batchnorm_by_numbers(mx, rows, tmp_path):
     assert (same == same[0]).all()
 
 
+def check_running_statistics(mx, block, norm):
+    """Do a pass of 61 rows, and check the statistics of its batch normalization after it."""
+    inputs = data(61)[0] * 3 + 1
+    with mx.autograd.record():
+        out = block(mx.nd.array(inputs))
+    out.backward()
+    found = [p.data().asnumpy() for p in (norm.running_mean, norm.running_var)]
+    np.testing.assert_allclose(found, running_statistics(inputs), rtol=1e-4, atol=1e-6)
+
+
 @span
 def test_running_statistics_if_a_context_is_busy(mx):
     """It copies them late, and the backward pass of another context does not wait for that."""
@@ -68,12 +78,7 @@ def test_running_statistics_if_a_context_is_busy(mx):
     net = mx.gluon.nn.Sequential()
     net.add(block_of(mx, occupy, hybrid=False), norm)
     compat.parallelize(net).initialize()
-    inputs = data(61)[0] * 3 + 1
-    with mx.autograd.record():
-        out = net(mx.nd.array(inputs))
-    out.backward()
-    found = [p.data().asnumpy() for p in (norm.running_mean, norm.running_var)]
-    np.testing.assert_allclose(found, running_statistics(inputs), rtol=1e-4, atol=1e-6)
+    check_running_statistics(mx, net, norm)
 
 
 def test_running_statistics_of_a_block_in_a_list(mx):
@@ -85,12 +90,7 @@ def test_running_statistics_of_a_block_in_a_list(mx):
     block.norms = norms
     check_refusal(mx)
     compat.parallelize(block)
-    inputs = data(61)[0] * 3 + 1
-    with mx.autograd.record():
-        out = block(mx.nd.array(inputs))
-    out.backward()
-    found = [p.data().asnumpy() for p in (norm.running_mean, norm.running_var)]
-    np.testing.assert_allclose(found, running_statistics(inputs), rtol=1e-4, atol=1e-6)
+    check_running_statistics(mx, block, norm)
 
 
 @pytest.mark.parametrize("is_read", [False, True])
